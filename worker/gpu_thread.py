@@ -391,8 +391,7 @@ class EngineThread:
         """Hands what is finished to the loop, as much as may wait there at once."""
         for_jobs: list[Delivery] = []
         for finished in outcomes:
-            admitted_at = self._admitted_at.pop(finished.ticket)
-            delivery = Delivery(finished, admitted_at, at)
+            delivery = Delivery(finished, self._admitted_at.pop(finished.ticket), at)
             if drawing := self._drawing.pop(finished.ticket, None):
                 drawing.set_result(delivery)
                 continue

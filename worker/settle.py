@@ -223,10 +223,9 @@ class Settler:
         if isinstance(error, FAULTS):
             await self._end(entry, "lost", error)
             return
-        queue = entry.lease.message.queue
         entry.log(
             logging.WARNING,
-            f"{why} stays in the queue {queue}: {error.message}",
+            f"{why} stays in the queue {entry.lease.message.queue}: {error.message}",
             "job_not_moved",
         )
         await self._release(entry, NOT_MOVED_SECONDS)
@@ -289,8 +288,9 @@ class Settler:
         )
         attempts = entry.deliveries.failed + 1
         waits = isinstance(error, UnsettledFileError)
-        is_bad = isinstance(error, JobError)
-        is_final = is_bad or (attempts >= self.settings.max_attempts and not waits)
+        is_final = isinstance(error, JobError) or (
+            attempts >= self.settings.max_attempts and not waits
+        )
         if is_final and entry.is_second_drawing:
             # Not a failed job: whoever waits for the job must not be told that it failed.
             await self.unverified(entry, error.message)

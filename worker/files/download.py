@@ -188,6 +188,9 @@ class BlobSource:
 
 Source = HttpSource | BlobSource
 
+#: Told of the bytes so far, and of how many, where that is known.
+OnProgress = Callable[[int, int | None], None]
+
 
 class _State(BaseModel):
     """Identifies the download a partial file belongs to: its size, version and name."""
@@ -212,7 +215,7 @@ class Download:
     sha256: str | None
     copies: int
     check: Callable[[Path, bool], None]
-    on_progress: Callable[[int, int | None], None] = lambda _so_far, _total: None
+    on_progress: OnProgress = lambda _so_far, _total: None
     file_name: str | None = None
     _is_head_checked: bool = False
     _furthest_bytes: int = 0

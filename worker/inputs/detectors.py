@@ -154,8 +154,7 @@ def _mask(detail: Detail, box: NDArray[np.float64], size: Size) -> Mask:
     corners = [(float(box[0]), float(box[1])), (float(box[2]), float(box[3]))]
     ImageDraw.Draw(image).rectangle(corners, fill=255)
     # The y of an offset grows upwards, and what leaves the picture comes in at the other side.
-    moved = ImageChops.offset(image, detail.ad_x_offset, -detail.ad_y_offset)
-    mask = np.asarray(moved)
+    mask = np.asarray(ImageChops.offset(image, detail.ad_x_offset, -detail.ad_y_offset))
     if detail.ad_dilate_erode > 0:
         return dilated(mask, detail.ad_dilate_erode)
     if detail.ad_dilate_erode < 0:

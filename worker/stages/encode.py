@@ -81,14 +81,13 @@ class EncodeStage:
         settings = self.settler.settings
         usual: VaeDecoder | None = "TAESD" if settings.taesd else None
         owner = image.owner
-        models = {"model": self.model_hash, **owner.model_hashes}
         return infotext.parameters(
             image.job,
             image.drawn_index,
             image.size,
             self.settler.model_name,
             vae=settings.vae and Path(settings.vae).name.removesuffix(".safetensors"),
-            model_hashes=await _known(models),
+            model_hashes=await _known({"model": self.model_hash, **owner.model_hashes}),
             lora_hashes=await _known(owner.lora_hashes),
             embeddings=image.embeddings,
             is_cut_out=owner.overlay is not None and owner.overlay.box is not None,

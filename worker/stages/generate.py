@@ -82,8 +82,7 @@ class GenerateStage:
             if not image.index:  # none of the others is begun before it
                 image.owner.is_first_awaited = False
         for entry in self.settler.in_flight:
-            left = entry.images_to_submit
-            entry.images_to_store -= left
+            entry.images_to_store -= entry.images_to_submit
             entry.images_to_submit = 0
         return [
             entry

@@ -187,8 +187,7 @@ class PrepareStage:
                 return
             job = self._reader.fit(job)
             requests = await self._requests(entry, job, images)
-            loop = asyncio.get_running_loop()
-            prepared = await loop.run_in_executor(
+            prepared = await asyncio.get_running_loop().run_in_executor(
                 self._threads, self._engine.prepare, requests[0]
             )
         if entry.settled:
@@ -219,8 +218,7 @@ class PrepareStage:
         if job.model not in self._own_models:
             leave = self._settler.move(entry)
         elif (job.campaign or DEFAULT_CAMPAIGN) in paused:
-            pause_seconds = concurrency.jitter(PAUSED_SECONDS)
-            leave = self._settler.hand_back(entry, pause_seconds)
+            leave = self._settler.hand_back(entry, concurrency.jitter(PAUSED_SECONDS))
         else:
             return False
         self._puller.not_ahead(entry)

@@ -49,9 +49,8 @@ class UploadStage:
     watchdog: NodeWatchdog
 
     def __post_init__(self) -> None:
-        most = WAITING_PER_UPLOAD * UPLOADS
         self.queue: asyncio.Queue[tuple[InFlightImage, EncodedImage]] = asyncio.Queue(
-            most
+            WAITING_PER_UPLOAD * UPLOADS
         )
         self.settler.bundles.on_upload_failed = self.watchdog.upload_failed
 
@@ -78,8 +77,7 @@ class UploadStage:
             await self.settler.less_to_store(entry, 1)
             return
         if entry.bundle is not None:
-            record = self._record(image, file)
-            entry.bundle.images[entry] = Member(record, file.data)
+            entry.bundle.images[entry] = Member(self._record(image, file), file.data)
         else:
             with entry.uploading():
                 await self._store(image, file)
