@@ -183,9 +183,8 @@ class WorkerMetrics:
         """Labels of this worker, in one series that the others are joined with."""
         if self._worker is None:
             self._worker = Info(
-                "imagefleet_worker", "This worker, always 1.", registry=None
+                "imagefleet_worker", "This worker, always 1.", registry=self.registry
             )
-            self.registry.register(self._worker)
         self._worker.info(labels)
 
     def serve(self, models: Iterable[str]) -> None:

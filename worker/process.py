@@ -14,7 +14,6 @@ from imagefleet.errors import MissingResourceError, NodeError, NoTokenError
 from imagefleet.pricing import families
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.proofs import machine_of
-from imagefleet.storage.protocol import BlobStore
 from imagefleet.telemetry import probes, push
 from imagefleet.telemetry.logs import log
 from worker import progress, replica, tasks
@@ -100,8 +99,10 @@ async def run_worker(
     )
 
 
-async def _check_files(files: BlobStore) -> None:
-    """Goes on without a container of files, which jobs need only for what they name in it."""
+async def _check_storage(storage: Storage) -> None:
+    """Checks queues and containers; that of files, which only some jobs need, may be missing."""
+    await storage.check()
+    files = storage.files
     try:
         await files.check()
     except NoTokenError:
@@ -132,7 +133,6 @@ class _Worker:
     _waiting_for: Phase | None = None
     _has_started: bool = False
     _port: int = 0
-    _gpu: str = replica.NO_GPU
     _kernels: KernelExchange | None = None
     _engine: Engine | None = None
     _own_files: Mapping[str, Path] = field(default_factory=dict)
@@ -195,7 +195,6 @@ class _Worker:
             # While the storage answers and the model comes; a failure shows later.
             tasks.in_daemon_thread(load.import_libraries, f"{THREAD_NAME} import")
         runs_on = await asyncio.to_thread(replica.find_replica, self._settings)
-        self._gpu = runs_on.gpu
         identity_token = self._metadata.token if self._metadata else None
         async with open_storage(
             self._settings, identity_token=identity_token
@@ -216,10 +215,7 @@ class _Worker:
                 ),
             )
             # After the pipeline, whose metrics name this worker also while it waits.
-            if not (
-                await tasks.run_until(self._stop, storage.check())
-                and await tasks.run_until(self._stop, _check_files(storage.files))
-            ):
+            if not await tasks.run_until(self._stop, _check_storage(storage)):
                 return
             name = self._settings.name
             prover = storage.prover
@@ -427,11 +423,7 @@ def _signals(
         if hurries:
             hurry.set()
         stop.set()
-        what = (
-            "handing back jobs in flight"
-            if hurry.is_set()
-            else "finishing what has begun"
-        )
+        what = "handing back jobs in flight" if hurries else "finishing what has begun"
         log.info(f"{number.name}: {what}", action="signal")
 
     with tasks.on_signals(on_signal):
