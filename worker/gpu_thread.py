@@ -20,7 +20,7 @@ from imagefleet.errors import FleetError, JobCancelled, NodeError
 from imagefleet.storage.routing.route import FAIR_EVERY
 from imagefleet.telemetry.logs import log
 from worker import tasks
-from worker.engine.contract import Engine, Finished, PreparedRequest, Result
+from worker.engine.contract import Engine, Finished, Pixels, PreparedRequest, Result
 from worker.gpu_clock import GpuClock
 
 #: How often an idle engine thread counts the time it has waited.
@@ -49,6 +49,13 @@ class Delivery:
     finished: Finished
     admitted_at: float
     finished_at: float
+
+    def pixels(self) -> Pixels:
+        """The image; raises the error that it ended with."""
+        outcome = self.finished.outcome
+        if isinstance(outcome, FleetError):
+            raise outcome
+        return outcome
 
 
 #: A function for the engine's thread, and the answer that its caller waits for.
@@ -384,8 +391,7 @@ class EngineThread:
         """Hands what is finished to the loop, as much as may wait there at once."""
         for_jobs: list[Delivery] = []
         for finished in outcomes:
-            admitted_at = self._admitted_at.pop(finished.ticket)
-            delivery = Delivery(finished, admitted_at, at)
+            delivery = Delivery(finished, self._admitted_at.pop(finished.ticket), at)
             if drawing := self._drawing.pop(finished.ticket, None):
                 drawing.set_result(delivery)
                 continue

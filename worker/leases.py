@@ -103,7 +103,7 @@ class LeaseKeeper:
         except LeaseLost:
             self._mark_lost(lease)
             raise
-        self._leases.pop(lease, None)
+        self.drop(lease)
 
     async def _renew(self, lease: Lease) -> None:
         async with lease.lock, self._slots:
@@ -138,7 +138,7 @@ class LeaseKeeper:
 
     def _mark_lost(self, lease: Lease) -> None:
         lease.is_lost = True
-        self._leases.pop(lease, None)
+        self.drop(lease)
         log.warning(
             f"the lease on message {lease.message.id} is lost",
             action="lease_lost",

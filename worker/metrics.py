@@ -183,9 +183,8 @@ class WorkerMetrics:
         """Labels of this worker, in one series that the others are joined with."""
         if self._worker is None:
             self._worker = Info(
-                "imagefleet_worker", "This worker, always 1.", registry=None
+                "imagefleet_worker", "This worker, always 1.", registry=self.registry
             )
-            self.registry.register(self._worker)
         self._worker.info(labels)
 
     def serve(self, models: Iterable[str]) -> None:
@@ -317,6 +316,12 @@ class CostMeter(Collector):
     def gpu_dollars(self) -> float | None:
         """Dollars for the GPU from the start until now; None where the price is unknown."""
         return self._dollars(time.monotonic() - self._began_at)
+
+    @property
+    def dollars(self) -> float | None:
+        """Dollars so far, all in; None where the price is unknown."""
+        gpu_dollars = self.gpu_dollars
+        return None if gpu_dollars is None else gpu_dollars + self.storage_dollars
 
     @property
     def storage_dollars(self) -> float:

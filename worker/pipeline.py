@@ -170,7 +170,7 @@ class Pipeline:
         self.start_up_phase = "loading the model"
         starting = asyncio.create_task(self._start_up(), name="start up")
         try:
-            if starting in await tasks.first_of(starting, stop.wait()):
+            if await tasks.run_until(stop, starting):
                 await self._work(starting.result(), stop, hurry)
                 await self._depths.measure_last()
         finally:
@@ -220,7 +220,7 @@ class Pipeline:
             if (last_at := self.engine_thread.clock.last_at) is not None:
                 changed_at = max(last_at, following.prepared_at)
             replacing = asyncio.ensure_future(self._replace(self.models, following))
-            if replacing not in await tasks.first_of(replacing, stop.wait()):
+            if not await tasks.run_until(stop, replacing):
                 return
             engine = replacing.result()
 
@@ -303,7 +303,7 @@ class Pipeline:
         self._side_tasks.start("record", settler.pending.run())
         for name, run, count in (
             ("prepare", prepare.run, PREPARERS),
-            ("prepare urgent", prepare.run_urgent, URGENT_PREPARERS),
+            ("prepare urgent", partial(prepare.run, is_urgent=True), URGENT_PREPARERS),
             ("details", generate.draw_details, DETAILED),
             ("judge", judge.run, 1),
             ("encode", encode.run, ENCODING),

@@ -14,7 +14,6 @@ from imagefleet.errors import MissingResourceError, NodeError, NoTokenError
 from imagefleet.pricing import families
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.proofs import machine_of
-from imagefleet.storage.protocol import BlobStore
 from imagefleet.telemetry import probes, push
 from imagefleet.telemetry.logs import log
 from worker import progress, replica, tasks
@@ -100,8 +99,10 @@ async def run_worker(
     )
 
 
-async def _check_files(files: BlobStore) -> None:
-    """Goes on without a container of files, which jobs need only for what they name in it."""
+async def _check_storage(storage: Storage) -> None:
+    """Checks queues and containers; that of files, which only some jobs need, may be missing."""
+    await storage.check()
+    files = storage.files
     try:
         await files.check()
     except NoTokenError:
@@ -132,7 +133,6 @@ class _Worker:
     _waiting_for: Phase | None = None
     _has_started: bool = False
     _port: int = 0
-    _gpu: str = replica.NO_GPU
     _kernels: KernelExchange | None = None
     _engine: Engine | None = None
     _own_files: Mapping[str, Path] = field(default_factory=dict)
@@ -195,8 +195,7 @@ class _Worker:
             # While the storage answers and the model comes; a failure shows later.
             tasks.in_daemon_thread(load.import_libraries, f"{THREAD_NAME} import")
         runs_on = await asyncio.to_thread(replica.find_replica, self._settings)
-        self._gpu = runs_on.gpu
-        identity_token = None if self._metadata is None else self._metadata.token
+        identity_token = self._metadata.token if self._metadata else None
         async with open_storage(
             self._settings, identity_token=identity_token
         ) as storage:
@@ -216,10 +215,7 @@ class _Worker:
                 ),
             )
             # After the pipeline, whose metrics name this worker also while it waits.
-            if not (
-                await tasks.run_until(self._stop, storage.check())
-                and await tasks.run_until(self._stop, _check_files(storage.files))
-            ):
+            if not await tasks.run_until(self._stop, _check_storage(storage)):
                 return
             name = self._settings.name
             prover = storage.prover
@@ -290,24 +286,19 @@ class _Worker:
 
     def _counts(self) -> Counts:
         pipeline = self._pipeline
+        outcomes = self._metrics.outcomes
         dollars = None
-        if (
-            pipeline is not None
-            and (gpu_dollars := pipeline.cost.gpu_dollars) is not None
-        ):
-            dollars = gpu_dollars + pipeline.cost.storage_dollars
         in_flight = recording = 0
         if pipeline is not None:
-            settler = pipeline.settler
-            in_flight = len(settler.in_flight)
-            recording = settler.pending.jobs
+            dollars = pipeline.cost.dollars
+            in_flight = len(pipeline.settler.in_flight)
+            recording = pipeline.settler.pending.jobs
         return Counts(
             images=self._metrics.images_stored,
-            ended_jobs=sum(self._metrics.outcomes[outcome] for outcome in _ENDED)
-            + recording,
-            failed_jobs=self._metrics.outcomes["failed"],
-            cancelled_jobs=self._metrics.outcomes["cancelled"],
-            dropped_jobs=self._metrics.outcomes["dropped"],
+            ended_jobs=sum(outcomes[outcome] for outcome in _ENDED) + recording,
+            failed_jobs=outcomes["failed"],
+            cancelled_jobs=outcomes["cancelled"],
+            dropped_jobs=outcomes["dropped"],
             jobs_in_flight=max(0, in_flight - recording),
             dollars=dollars,
         )
@@ -368,9 +359,12 @@ class _Worker:
 
             device.check_listed_gpu()
         self._engine = None  # its memory is the next one's
-        own = engine_settings(checkpoint.settings, **self._own_files)
-        lasting = replace(own, queue_seconds=lambda: self._meter.queue_seconds)
-        self._engine = load.load_engine(replace(lasting, exchange=self._kernels))
+        own = replace(
+            engine_settings(settings, **self._own_files),
+            queue_seconds=lambda: self._meter.queue_seconds,
+            exchange=self._kernels,
+        )
+        self._engine = load.load_engine(own)
         return self._engine
 
     def _read_weights(self, checkpoint: Checkpoint) -> Take | None:
@@ -429,11 +423,7 @@ def _signals(
         if hurries:
             hurry.set()
         stop.set()
-        what = (
-            "handing back jobs in flight"
-            if hurry.is_set()
-            else "finishing what has begun"
-        )
+        what = "handing back jobs in flight" if hurries else "finishing what has begun"
         log.info(f"{number.name}: {what}", action="signal")
 
     with tasks.on_signals(on_signal):

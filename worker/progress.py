@@ -75,12 +75,12 @@ class Progress(Counts):
             return [duration(self.seconds)]
         is_generating = self.phase == "generating"
         shown = [f"{self.images:,} image{'s' * (self.images != 1)}"]
-        if self.failed_jobs:
-            shown.append(f"{self.failed_jobs:,} failed")
-        if self.cancelled_jobs:
-            shown.append(f"{self.cancelled_jobs:,} cancelled")
-        if self.dropped_jobs:
-            shown.append(f"{self.dropped_jobs:,} dropped")
+        without_image = {
+            "failed": self.failed_jobs,
+            "cancelled": self.cancelled_jobs,
+            "dropped": self.dropped_jobs,
+        }
+        shown += [f"{jobs:,} {end}" for end, jobs in without_image.items() if jobs]
         if self.images_per_second is not None and (
             is_generating or self.images_per_second
         ):

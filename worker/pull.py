@@ -44,6 +44,9 @@ LOCAL_PAUSE_SECONDS = 0.03
 #: Longest pause with --until-empty, where somebody waits for the end.
 UNTIL_EMPTY_PAUSE_SECONDS = 1.0
 
+#: Takes a job that was leased.
+Add = Callable[[InFlightJob], None]
+
 
 @dataclass(eq=False)
 class Puller:
@@ -97,7 +100,7 @@ class Puller:
         self._stopped.set()
         self._less_ahead.set()
 
-    async def run(self, add: Callable[[InFlightJob], None]) -> None:
+    async def run(self, add: Add) -> None:
         """Pulls until it is stopped, or with --until-empty until nothing is left."""
         empty_polls = 0
         settings = self.settler.settings
@@ -128,7 +131,7 @@ class Puller:
                 await tasks.first_of(*waits, timeout_seconds=seconds)
                 empty_polls += 1
 
-    async def _pull_urgent(self, add: Callable[[InFlightJob], None]) -> None:
+    async def _pull_urgent(self, add: Add) -> None:
         """Waits for room, and pulls jobs that go before those that are here meanwhile."""
         self._less_ahead.clear()
         lowest = max(
@@ -154,14 +157,13 @@ class Puller:
             self._queue_answers = False
             return []
         self._queue_answers = True
-        took = time.monotonic() - asked_at
-        self.settler.metrics.stage_seconds["pull"].observe(took)
+        self.settler.metrics.stage_seconds["pull"].observe(time.monotonic() - asked_at)
         return [self.settler.keeper.hold(each, asked_at) for each in messages]
 
     async def _take(
         self,
         leases: list[Lease],
-        add: Callable[[InFlightJob], None],
+        add: Add,
         above: int | None = None,
     ) -> None:
         """Hands back what is too much, since the jobs before it have more images than expected."""
@@ -191,10 +193,8 @@ class Puller:
 
     def _entries(self, lease: Lease) -> list[InFlightJob]:
         """The jobs of a message: one, or those of a bundle."""
-        if is_bundle(lease.message.body):
-            entries = bundles.entries_of(lease)
-        else:
-            entries = [InFlightJob(lease)]
+        is_several = is_bundle(lease.message.body)
+        entries = bundles.entries_of(lease) if is_several else [InFlightJob(lease)]
         for entry in entries:
             entry.ahead = images_of(entry.message.body)
             entry.level = self.queue.level_of(lease.message)

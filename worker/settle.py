@@ -135,7 +135,7 @@ class Settler:
         return Record.model_validate(known | self.cost.record | facts)
 
     async def less_to_store(self, entry: InFlightJob, images: int) -> None:
-        """Counts images of a job as stored or dropped; ends the job after the last one."""
+        """Counts images of a job as stored, failed or dropped; ends the job after the last one."""
         entry.images_to_store -= images
         if not entry.images_to_store:
             await self.images_ended(entry)
@@ -223,10 +223,9 @@ class Settler:
         if isinstance(error, FAULTS):
             await self._end(entry, "lost", error)
             return
-        queue = entry.lease.message.queue
         entry.log(
             logging.WARNING,
-            f"{why} stays in the queue {queue}: {error.message}",
+            f"{why} stays in the queue {entry.lease.message.queue}: {error.message}",
             "job_not_moved",
         )
         await self._release(entry, NOT_MOVED_SECONDS)
@@ -279,8 +278,7 @@ class Settler:
             await self._fail(entry, [error])
             return
         entry.image_failed(image.index, error)
-        if not entry.images_to_store:
-            await self.images_ended(entry)
+        await self.less_to_store(entry, 1)
 
     async def _fail(self, entry: InFlightJob, failures: list[FleetError]) -> None:
         """Ends a job as one of its failures says: one that another attempt cannot mend, if any."""
@@ -290,8 +288,9 @@ class Settler:
         )
         attempts = entry.deliveries.failed + 1
         waits = isinstance(error, UnsettledFileError)
-        is_bad = isinstance(error, JobError)
-        is_final = is_bad or (attempts >= self.settings.max_attempts and not waits)
+        is_final = isinstance(error, JobError) or (
+            attempts >= self.settings.max_attempts and not waits
+        )
         if is_final and entry.is_second_drawing:
             # Not a failed job: whoever waits for the job must not be told that it failed.
             await self.unverified(entry, error.message)
@@ -397,9 +396,9 @@ class Settler:
         if await self.bundles.ended(entry, outcome, delay_seconds=delay_seconds):
             return
         release = partial(
-            self.keeper.release, entry.lease, delay_seconds, failed=failed
+            self.bundles.release, entry.lease, delay_seconds, failed=failed
         )
-        await self._end(entry, outcome, call=partial(self.retry_policy.call, release))
+        await self._end(entry, outcome, call=release)
 
     async def _end(
         self,

@@ -71,13 +71,13 @@ class DiskCache:
         with self._storing, self.errors():
             try:
                 self._evict(len(data))
-                _write(path, data)
+                write(path, data)
             except OSError as error:
                 if error.errno not in {*DISK_FULL, errno.ENOENT}:
                     raise
                 # Another program took the room, or removed the folder.
                 self._evict(len(data), least_bytes=len(data))
-                _write(path, data)
+                write(path, data)
         return path
 
     def check_room(self, needed_bytes: int) -> None:
@@ -164,20 +164,14 @@ class DiskCache:
                     yield path, path.stat()
 
 
-@contextlib.contextmanager
-def appearing(target: Path) -> Iterator[Path]:
-    """A temporary file that becomes *target* at the end of the block."""
+def write(target: Path, data: bytes) -> None:
+    """Writes a file that appears in one step, complete."""
     target.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=".part")
     os.close(descriptor)
     part = Path(name)
     try:
-        yield part
+        part.write_bytes(data)
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
-
-
-def _write(path: Path, data: bytes) -> None:
-    with appearing(path) as part:
-        part.write_bytes(data)

@@ -188,6 +188,9 @@ class BlobSource:
 
 Source = HttpSource | BlobSource
 
+#: Told of the bytes so far, and of how many, where that is known.
+OnProgress = Callable[[int, int | None], None]
+
 
 class _State(BaseModel):
     """Identifies the download a partial file belongs to: its size, version and name."""
@@ -201,7 +204,7 @@ class _State(BaseModel):
 class Download:
     """A file that grows to its full size as NAME.part, over broken connections and restarts.
 
-    *copies*: how often the file's size must fit on the disk; *stated_in*: who says *sha256*.
+    *copies*: how often the file's size must fit on the disk.
     *check* gets the partial file once its first `HEAD_BYTES` have arrived, and again when it is
     whole; it raises SetupError for what is not wanted, which is then removed.
     """
@@ -212,8 +215,7 @@ class Download:
     sha256: str | None
     copies: int
     check: Callable[[Path, bool], None]
-    on_progress: Callable[[int, int | None], None] = lambda _so_far, _total: None
-    stated_in: str = "--model-sha256"
+    on_progress: OnProgress = lambda _so_far, _total: None
     file_name: str | None = None
     _is_head_checked: bool = False
     _furthest_bytes: int = 0
@@ -235,7 +237,7 @@ class Download:
             self.forget()
             raise SetupError(
                 f"{self.source.label} has the SHA-256 {found}, not {self.sha256} as in"
-                f" {self.stated_in}: one of the two is wrong"
+                " --model-sha256: one of the two is wrong"
             )
 
     def forget(self) -> None:

@@ -9,6 +9,7 @@ of what an operator has added, or the metadata of what another worker has stored
 """
 
 import asyncio
+import contextlib
 import hashlib
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from imagefleet.files.kinds import KERNELS
 from imagefleet.signing import SigningKey, TrustedKeys, trusted_keys
 from imagefleet.storage.protocol import BlobRecord, BlobStore
 from imagefleet.telemetry.logs import log
-from worker.files.disk_cache import DiskCache, appearing
+from worker.files.disk_cache import DiskCache, write
 from worker.files.manifest import Manifest
 from worker.settings import WorkerSettings
 
@@ -55,7 +56,7 @@ class KernelExchange:
         """By a worker's settings; it stores its own if it *may* and others would take them."""
         trusted = trusted_keys(settings.trusted_key)
         key_file = settings.signing_key if may_share else None
-        signing = None if key_file is None else SigningKey.read(key_file)
+        signing = SigningKey.read(key_file) if key_file else None
         shares = may_share and (signing is not None or trusted is None)
         return cls(blobs, settings.kernels, trusted, signing, shares)
 
@@ -122,12 +123,10 @@ class KernelExchange:
         None: nobody who is trusted states one.
         """
         listed = Manifest.stored(self._blobs, KERNELS, self._trusted)
-        try:
+        with contextlib.suppress(MissingFileError):
             found = await self.retry_policy.call(lambda: listed.sha256(name))
-        except MissingFileError:
-            found = None
-        if found is not None:
-            return found
+            if found is not None:
+                return found
         stated = record.metadata.get(_SHA256)
         signed = {"name": name, _SHA256: stated or ""}
         signature = record.metadata.get(_SIGNATURE)
@@ -165,5 +164,5 @@ class KernelExchange:
 
 
 def _write(target: Path, data: bytes) -> None:
-    with DiskCache(target.parent).errors(), appearing(target) as part:
-        part.write_bytes(data)
+    with DiskCache(target.parent).errors():
+        write(target, data)

@@ -141,9 +141,9 @@ class FileLibrary:
         self._kind = kind
         self._directory = directory
         #: Folders of such files on this machine, each with the list that they must match.
-        self._folders: dict[Path, Manifest | None] = {}
-        if directory:
-            self._folders[directory] = None
+        self._folders: dict[Path, Manifest | None] = (
+            {directory: None} if directory else {}
+        )
         self._cache = DiskCache(
             source.cache / kind.folder, min(source.cache_bytes, kind.cached_bytes)
         )
@@ -219,10 +219,8 @@ class FileLibrary:
                     if deeper is None:
                         continue
                     path = deeper
-            except FileNotFoundError:
-                raise unreadable(self._kind, folder, "it does not exist") from None
             except OSError as error:
-                raise unreadable(self._kind, folder, error.strerror) from error
+                raise unreadable(self._kind, folder, error) from error
             check = partial(self._check, name, path, rested)
             return await self._verify(listed, name, check)
         return None
@@ -236,7 +234,7 @@ class FileLibrary:
         found = self._deeper.get(folder)
         if found is None:
             found = {}
-            for path in await asyncio.to_thread(lambda: list(walked(folder))):
+            for path in await asyncio.to_thread(list, walked(folder)):
                 if path.name.endswith(self._kind.suffixes) and path.parent != folder:
                     found.setdefault(self._kind.stem(path.name), []).append(str(path))
             self._deeper[folder] = found
@@ -283,7 +281,7 @@ class FileLibrary:
             await self._blobs.check()  # without its container, the job is not at fault
             if self._directory and not self._directory.is_dir():
                 # Unmounted, say: the jobs are not at fault.
-                raise unreadable(kind, self._directory, "it does not exist")
+                raise unreadable(kind, self._directory, FileNotFoundError())
             raise MissingFileError(
                 f"no {kind.noun} {name}{kind.suffixes[0]}{self._places}"
             )
@@ -327,7 +325,7 @@ class FileLibrary:
         sha256: str | None,
     ) -> Path:
         """Checks a file; *find* its identity, which of one that others write waits for its rest."""
-        try:
+        with reading(self._kind, path):
             seen = find(path)
             if self._checked.get(path) == (seen, sha256):
                 return path
@@ -335,15 +333,24 @@ class FileLibrary:
             protocol.check_blob_size(path.name, size, self._kind.max_bytes)
             with whole(seen), path.open("rb") as file:
                 check_content(self._kind, name, file, size, sha256)
-        except OSError as error:
-            raise TransientError(
-                f"the {self._kind.noun} {path.name} cannot be read: {error.strerror or error}"
-            ) from error
         self._checked[path] = seen, sha256
         return path
 
 
-def unreadable(kind: FileKind, path: Path, reason: str | None) -> SetupError:
+@contextlib.contextmanager
+def reading(kind: FileKind, path: Path) -> Iterator[None]:
+    """Raises TransientError for an OSError in the block, which reads the file at *path*."""
+    try:
+        yield
+    except OSError as error:
+        raise TransientError(
+            f"the {kind.noun} {path.name} cannot be read: {error.strerror or error}"
+        ) from error
+
+
+def unreadable(kind: FileKind, path: Path, error: OSError) -> SetupError:
+    is_missing = isinstance(error, FileNotFoundError)
+    reason = "it does not exist" if is_missing else error.strerror
     return SetupError(f"{kind.flag} {path} cannot be read: {reason}")
 
 
@@ -408,7 +415,8 @@ class EmbeddingLibrary(FileLibrary):
                 f" {addresses.pickle_advice(str(pickle), is_embedding=True)}"
             )
         path = await self.resolve(name)
-        return path, await asyncio.to_thread(self._sha256, path)
+        with reading(EMBEDDING, path):
+            return path, await asyncio.to_thread(lambda: _hash(self.identity(path)))
 
     async def _list(self) -> tuple[str, ...]:
         names = set(filter(self._is_safe, await self._storage_manifest.names()))
@@ -427,12 +435,10 @@ class EmbeddingLibrary(FileLibrary):
     def _files(self, folder: Path) -> list[Path]:
         try:
             files = list(walked(folder))
-        except FileNotFoundError:
-            if folder != self._directory:
-                return []
-            raise unreadable(EMBEDDING, folder, "it does not exist") from None
         except OSError as error:
-            raise unreadable(EMBEDDING, folder, error.strerror) from error
+            if isinstance(error, FileNotFoundError) and folder != self._directory:
+                return []
+            raise unreadable(EMBEDDING, folder, error) from error
         wanted = {SUFFIX, *addresses.PICKLE_SUFFIXES}
         return [
             each for each in files if each.suffix in wanted and self._is_safe(each.stem)
@@ -447,14 +453,6 @@ class EmbeddingLibrary(FileLibrary):
                 action="embedding_left_out",
             )
         return is_safe
-
-    def _sha256(self, path: Path) -> str:
-        try:
-            return _hash(self.identity(path))
-        except OSError as error:
-            raise TransientError(
-                f"the embedding {path.name} cannot be read: {error.strerror or error}"
-            ) from error
 
 
 @lru_cache(REMEMBERED)

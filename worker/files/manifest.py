@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
@@ -216,7 +217,7 @@ class Manifest:
     _kind: FileKind
     _trusted: TrustedKeys | None = None
     _hashes: Mapping[str, str] = field(default_factory=dict)
-    _read_at: float | None = None
+    _read_at: float = -math.inf
 
     @classmethod
     def stored(
@@ -235,11 +236,11 @@ class Manifest:
             it is missing, damaged or not signed.
         """
         now = time.monotonic()
-        if self._read_at is None or now - self._read_at > READ_AGAIN_SECONDS:
+        if now - self._read_at > READ_AGAIN_SECONDS:
             await self._load()
         if self._trusted is None or name in self._hashes:
             return self._hashes.get(name)
-        if self._read_at is None or self._read_at < now:
+        if self._read_at < now:
             await self._load()  # the file may be new
         if name not in self._hashes:
             raise MissingFileError(
@@ -262,7 +263,7 @@ class Manifest:
 
     def forget(self) -> None:
         """Reads it again the next time: it and a file disagree, and one of them is old."""
-        self._read_at = None
+        self._read_at = -math.inf
 
     async def _load(self) -> None:
         began_at = time.monotonic()

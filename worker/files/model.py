@@ -8,7 +8,6 @@ import asyncio
 import errno
 import shutil
 import tarfile
-from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from tarfile import TarError, TarFile, TarInfo
 
@@ -22,7 +21,7 @@ from imagefleet.telemetry.logs import log
 from worker.files import addresses, check
 from worker.files.addresses import STORE_SCHEME, Address
 from worker.files.disk_cache import SUFFIX, DiskCache
-from worker.files.download import BlobSource, Download, HttpSource, Source
+from worker.files.download import BlobSource, Download, HttpSource, OnProgress, Source
 from worker.files.manifest import Manifest
 from worker.settings import WorkerSettings
 
@@ -124,7 +123,7 @@ async def fetch_to(
     retry_policy: RetryPolicy = STORAGE_RETRIES,
     *,
     wanted: FileKind,
-    on_progress: Callable[[int, int | None], None] = lambda _so_far, _total: None,
+    on_progress: OnProgress = lambda _so_far, _total: None,
 ) -> Path:
     """Downloads a file of the *wanted* kind into *folder*, one process at a time; returns its path.
 
@@ -191,7 +190,7 @@ def is_whole(path: Path) -> bool:
 
 def _folder(settings: WorkerSettings, address: Address) -> Path:
     sha256 = settings.model_sha256
-    name = address.folder_name(sha256.lower() if sha256 else None)
+    name = address.folder_name(sha256 and sha256.lower())
     return settings.cache.expanduser() / "models" / name
 
 

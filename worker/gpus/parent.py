@@ -154,7 +154,7 @@ def _changes(settings: MachineSettings, gpu: Gpu, number: int, count: int) -> JS
     return {
         "name": settings.name[: _MAX_NAME - len(suffix)] + suffix,
         "port": settings.port and settings.port + 1 + number,
-        "price_per_hour": None if price is None else price / count,
+        "price_per_hour": price and price / count,
         "device": "cpu" if settings.device == "cpu" else "cuda",
     }
 

@@ -83,10 +83,9 @@ def find(file: Identity, name: str, pixels: Pixels, confidence: float) -> Boxes:
     small = Image.fromarray(pixels).resize((wide, high), Image.Resampling.BILINEAR)
     left = (width - wide) // 2
     upper = (height - high) // 2
-    whole = np.full((height, width, 3), _GREY, np.uint8)
-    whole[upper : upper + high, left : left + wide] = np.asarray(small)
-    image = whole.transpose(2, 0, 1)[None].astype(np.float32)
-    image /= 255
+    whole = Image.new("RGB", (width, height), (_GREY, _GREY, _GREY))
+    whole.paste(small, (left, upper))
+    image = np.asarray(whole, np.float32).transpose(2, 0, 1)[None] / 255
     try:
         output = np.asarray(network.run(None, {given.name: image})[0], np.float64)
     except Exception as error:  # noqa: BLE001 - onnxruntime's own errors share no class
@@ -108,11 +107,10 @@ def _boxes(output: NDArray[np.float64], name: str) -> Boxes:
     if output.shape[2] == _CLEANED and output.shape[1] > _CLEANED:
         # A class for each, so that all stay.
         return np.column_stack([output[0, :, :5], np.arange(output.shape[1])])
-    (middle_x, middle_y, width, height), scores = np.split(output[0], [4])
-    left = middle_x - width / 2
-    upper = middle_y - height / 2
-    found = [left, upper, left + width, upper + height]
-    return np.stack([*found, scores.max(axis=0), scores.argmax(axis=0)], axis=1)
+    middles, sides, scores = np.split(output[0], [2, 4])
+    near = middles - sides / 2
+    found = [near, near + sides, scores.max(axis=0), scores.argmax(axis=0)]
+    return np.vstack(found).T
 
 
 def _without_overlaps(boxes: Boxes) -> Boxes:
@@ -123,9 +121,8 @@ def _without_overlaps(boxes: Boxes) -> Boxes:
     areas = _areas(boxes)
     for at, box in enumerate(boxes):
         others = boxes[kept]
-        width = np.minimum(box[2], others[:, 2]) - np.maximum(box[0], others[:, 0])
-        height = np.minimum(box[3], others[:, 3]) - np.maximum(box[1], others[:, 1])
-        shared = width.clip(0) * height.clip(0)
+        sides = np.minimum(box[2:], others[:, 2:]) - np.maximum(box[:2], others[:, :2])
+        shared = sides.clip(0).prod(axis=1)
         if not (shared > _OVERLAP * (areas[at] + areas[kept] - shared)).any():
             kept.append(at)
     return found[kept]
@@ -157,8 +154,7 @@ def _mask(detail: Detail, box: NDArray[np.float64], size: Size) -> Mask:
     corners = [(float(box[0]), float(box[1])), (float(box[2]), float(box[3]))]
     ImageDraw.Draw(image).rectangle(corners, fill=255)
     # The y of an offset grows upwards, and what leaves the picture comes in at the other side.
-    moved = ImageChops.offset(image, detail.ad_x_offset, -detail.ad_y_offset)
-    mask = np.asarray(moved)
+    mask = np.asarray(ImageChops.offset(image, detail.ad_x_offset, -detail.ad_y_offset))
     if detail.ad_dilate_erode > 0:
         return dilated(mask, detail.ad_dilate_erode)
     if detail.ad_dilate_erode < 0:

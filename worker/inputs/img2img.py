@@ -89,9 +89,7 @@ def begin(
     image = pictures.flatten(image)
     whole = None if mask is None else _whole_mask(job, mask)
     if size is None:
-        return _init(
-            job, image, None if whole is None else Image.fromarray(whole)
-        ), None
+        return _init(job, image, whole), None
     box = None
     if whole is not None and job.inpaint_full_res:
         box = crop_box(whole, job.inpaint_full_res_padding, size)
@@ -119,7 +117,7 @@ def begin(
     overlay = Overlay(_uncovered(job, image, covered), box)
     if box is not None:
         image = pictures.resize(2, image.crop(box), size)
-    return _init(job, image, drawn_mask), overlay
+    return _init(job, image, np.asarray(drawn_mask)), overlay
 
 
 def _whole_mask(job: Job, mask: Image.Image) -> Mask:
@@ -138,12 +136,12 @@ def _uncovered(job: Job, image: Image.Image, mask: Image.Image) -> Image.Image:
     return kept.convert("RGBA")
 
 
-def _init(job: Job, image: Image.Image, mask: Image.Image | None) -> InitImage:
+def _init(job: Job, image: Image.Image, mask: Mask | None) -> InitImage:
     return InitImage(
         np.asarray(image),
         job.denoising_strength,
-        None if mask is None else np.asarray(mask),
-        _CONTENT[job.inpainting_fill] if mask is not None else "original",
+        mask,
+        "original" if mask is None else _CONTENT[job.inpainting_fill],
     )
 
 
@@ -183,12 +181,10 @@ def crop_box(mask: Mask, padding: int, size: Size) -> Box | None:
     box = Image.fromarray(mask).getbbox()
     if box is None:
         return None
-    (left, upper, right, lower) = box
-    (height, width) = mask.shape
-    left = max(left - padding, 0)
-    upper = max(upper - padding, 0)
-    right = min(right + padding, width)
-    lower = min(lower + padding, height)
+    height, width = mask.shape
+    left, upper = (max(near - padding, 0) for near in box[:2])
+    right = min(box[2] + padding, width)
+    lower = min(box[3] + padding, height)
     ratio = size[0] / size[1]
     if (right - left) / (lower - upper) > ratio:
         upper, lower = _widened(upper, lower, (right - left) / ratio, height)
@@ -203,7 +199,7 @@ def _widened(start: int, end: int, wanted: float, limit: int) -> tuple[int, int]
     start -= more // 2
     end += more - more // 2
     if end >= limit:
-        start = start - (end - limit)
+        start -= end - limit
         end = limit
     if start < 0:
         start, end = 0, end - start
@@ -216,14 +212,13 @@ def _blur_rows(mask: Mask, sigma: int) -> Mask:
     width = mask.shape[1]
     # Mirrored at the pixels of the borders, more than once where the mask is narrow.
     wide = np.pad(mask, ((0, 0), (reach, reach)), "reflect").astype(np.uint16)
+    # [height, offset, width]: the mask moved by each offset.
+    moved = np.lib.stride_tricks.sliding_window_view(wide, width, axis=1)
     # Weights are multiples of 1/256 that add up to one, so 16 bits hold every sum.
-    total = wide[:, reach : reach + width] * kernel[0]
+    total = moved[:, reach] * kernel[0]
     for distance, weight in enumerate(kernel[1:], 1):
         if weight:
-            left = wide[:, reach - distance : reach - distance + width]
-            total += (
-                left + wide[:, reach + distance : reach + distance + width]
-            ) * weight
+            total += (moved[:, reach - distance] + moved[:, reach + distance]) * weight
     return ((total.astype(np.uint32) + _ONE // 2) // _ONE).astype(np.uint8)
 
 

@@ -108,26 +108,29 @@ def resize(mode: int, image: Image.Image, size: Size) -> Image.Image:
     Raises as `inner_size`.
     """
     if mode == 0:
-        return _stretched(image, size)
+        return image.resize(size, Resampling.LANCZOS)
     width, height = size
     inner = inner_size(mode, image.size, size)
-    stretched = _stretched(image, inner)
+    stretched = image.resize(inner, Resampling.LANCZOS)
     resized = Image.new(image.mode, size)
     left = width // 2 - inner[0] // 2
     upper = height // 2 - inner[1] // 2
     resized.paste(stretched, (left, upper))
-    if mode == 1:
+    if mode == 1 or not (left or upper):
         return resized
-    if inner[0] == width and upper > 0:
-        border = (width, upper)
-        resized.paste(_resampled(stretched, border, (0, 0, width, 0)), (0, 0))
-        below = (0, inner[1], width, inner[1])
-        resized.paste(_resampled(stretched, border, below), (0, upper + inner[1]))
-    elif inner[1] == height and left > 0:
-        border = (left, height)
-        resized.paste(_resampled(stretched, border, (0, 0, 0, height)), (0, 0))
-        right = (inner[0], 0, inner[0], height)
-        resized.paste(_resampled(stretched, border, right), (left + inner[0], 0))
+    # The edges that are repeated, each with the corner of its border.
+    if upper:
+        border = width, upper
+        before = 0, 0, width, 0
+        after = 0, inner[1], width, inner[1]
+        far_corner = 0, upper + inner[1]
+    else:
+        border = left, height
+        before = 0, 0, 0, height
+        after = inner[0], 0, inner[0], height
+        far_corner = left + inner[0], 0
+    for edge, corner in ((before, (0, 0)), (after, far_corner)):
+        resized.paste(stretched.resize(border, Resampling.BICUBIC, edge), corner)
     return resized
 
 
@@ -156,16 +159,6 @@ def refuse_too_long(image_size: Size, inner: Size, size: Size) -> None:
         )
 
 
-def _stretched(image: Image.Image, size: Size) -> Image.Image:
-    return image.resize(size, Resampling.LANCZOS)
-
-
-def _resampled(
-    image: Image.Image, size: Size, box: tuple[float, float, float, float]
-) -> Image.Image:
-    return image.resize(size, Resampling.BICUBIC, box)
-
-
 def control(image: Image.Image, mode: int, size: Size) -> Pixels:
     """Resizes to *size*: stretched (0), cut (1), with borders of its colour (2).
 
@@ -178,25 +171,16 @@ def control(image: Image.Image, mode: int, size: Size) -> Pixels:
         return np.asarray(_stretched_map(image, size))
     scales = size[0] / image.width, size[1] / image.height
     scale = min(scales) if mode == _FILL else max(scales)
-    inner_width = max(1, round(image.width * scale))
-    inner_height = max(1, round(image.height * scale))
-    inner = inner_width, inner_height
-    refuse_too_long(image.size, inner, size)
-    stretched = _stretched_map(image, inner)
-    if mode != _FILL:
-        left = max(0, (inner_width - size[0]) // 2)
-        upper = max(0, (inner_height - size[1]) // 2)
-        return np.asarray(
-            stretched.crop((left, upper, left + size[0], upper + size[1]))
-        )
+    width, height = (max(1, round(side * scale)) for side in image.size)
+    refuse_too_long(image.size, (width, height), size)
+    stretched = _stretched_map(image, (width, height))
     outer = np.asarray(image)
     borders = np.concatenate([outer[0], outer[-1], outer[:, 0], outer[:, -1]])
     red, green, blue = np.median(borders, axis=0).astype(np.uint8).tolist()
-    filled = Image.new("RGB", size, (red, green, blue))
-    left = max(0, (size[0] - inner_width) // 2)
-    upper = max(0, (size[1] - inner_height) // 2)
-    filled.paste(stretched, (left, upper))
-    return np.asarray(filled)
+    found = Image.new("RGB", size, (red, green, blue))
+    # In the middle: what is over is cut off on both sides, or what is missing added there.
+    found.paste(stretched, (int((size[0] - width) / 2), int((size[1] - height) / 2)))
+    return np.asarray(found)
 
 
 def _stretched_map(image: Image.Image, size: Size) -> Image.Image:

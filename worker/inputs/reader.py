@@ -121,15 +121,16 @@ class InputReader:
                 pixels = await asyncio.to_thread(
                     pictures.control, read, unit.resize_mode, sizes.whole_cells(*size)
                 )
-            control = Control(
-                unit.model,
-                path,
-                pixels,
-                unit.weight,
-                unit.guidance_start,
-                unit.guidance_end,
+            controls.append(
+                Control(
+                    unit.model,
+                    path,
+                    pixels,
+                    unit.weight,
+                    unit.guidance_start,
+                    unit.guidance_end,
+                )
             )
-            controls.append(control)
         return Inputs(
             init=init,
             hires=await self._hires(job, size, engine.model_name),

@@ -22,11 +22,10 @@ from imagefleet.storage import bundle as bundles
 from imagefleet.storage.dead_letter import FailedJob
 from imagefleet.storage.deliveries import without_deliveries
 from imagefleet.storage.open import Storage
-from imagefleet.storage.protocol import Metadata
 from imagefleet.storage.settings import priority_of
 from imagefleet.telemetry.logs import log
 from worker.jobs.in_flight import Bundle, InFlightJob
-from worker.jobs.stored import proven
+from worker.jobs.stored import proven, with_proof
 from worker.leases import Lease, LeaseKeeper
 from worker.metrics import CostMeter, Outcome, WorkerMetrics
 from worker.stages.record import PendingRecords, RecordStage
@@ -173,9 +172,12 @@ class BundleStage:
             members[entry] = member
         without = dict(bundle.without)
         name = pack.name_of(bundle.campaign, bundle.name, bundle.parts + 1)
-        write = partial(pack.write, prove=self._prove)
         packed = await asyncio.to_thread(
-            write, name, list(members.values()), list(without.values())
+            pack.write,
+            name,
+            list(members.values()),
+            list(without.values()),
+            prove=partial(proven, prover=self.storage.prover),
         )
         if not await self._create(bundle, name, packed.data):
             if not await self._read_part(bundle):
@@ -195,13 +197,12 @@ class BundleStage:
         """False if the name is taken, or perhaps: by this very part, where a reply was lost."""
         doubt = asyncio.Event()
         sha256 = await asyncio.to_thread(hashlib.sha256, data)
-        metadata: Metadata = {
+        stated = {
             "campaign": bundle.campaign,
             "worker": self.worker.encode("ascii", "replace").decode(),
             "sha256": sha256.hexdigest(),
         }
-        if (prover := self.storage.prover) is not None:
-            metadata = prover.proven(name, metadata)
+        metadata = with_proof(self.storage.prover, name, stated)
 
         async def create() -> bool:
             try:
@@ -240,10 +241,6 @@ class BundleStage:
             if bundle.images.pop(entry, None) is not None:
                 self.cost.lost("duplicate")
         return True
-
-    def _prove(self, record: Record) -> Record:
-        prover = self.storage.prover
-        return record if prover is None else proven(record, prover)
 
     async def _close(self, bundle: Bundle) -> None:
         """Records the ends of its jobs, then ends the message, or hands back what is left."""
@@ -339,30 +336,31 @@ class BundleStage:
 
     async def _hand_back(self, bundle: Bundle) -> None:
         """Hands back what is left; a bundle of another model goes to the queue of its model."""
-        if set(bundle.ends.values()) != {"moved"}:
-            await self._release(bundle)
-            return
-        message = bundle.lease.message
-        try:
-            await self.move(bundle.lease, without_deliveries(message.body))
-        except FAULTS:
-            raise
-        except FleetError as error:
-            log.warning(
-                f"the bundle {bundle.name} stays in the queue {message.queue}: {error.message}",
-                action="job_not_moved",
-            )
-            bundle.delay_seconds = NOT_MOVED_SECONDS
-            bundle.ends.update(dict.fromkeys(bundle.ends, "handed_back"))
-            await self._release(bundle)
-        else:
-            await self.retry_policy.call(partial(self.keeper.acknowledge, bundle.lease))
-
-    async def _release(self, bundle: Bundle) -> None:
+        lease = bundle.lease
+        if set(bundle.ends.values()) == {"moved"}:
+            try:
+                await self.move(lease, without_deliveries(lease.message.body))
+            except FAULTS:
+                raise
+            except FleetError as error:
+                log.warning(
+                    f"the bundle {bundle.name} stays in the queue {lease.message.queue}:"
+                    f" {error.message}",
+                    action="job_not_moved",
+                )
+                bundle.delay_seconds = NOT_MOVED_SECONDS
+                bundle.ends.update(dict.fromkeys(bundle.ends, "handed_back"))
+            else:
+                await self.retry_policy.call(partial(self.keeper.acknowledge, lease))
+                return
         failed = "retried" in bundle.ends.values()
-        release = partial(
-            self.keeper.release, bundle.lease, bundle.delay_seconds, failed=failed
-        )
+        await self.release(lease, bundle.delay_seconds, failed=failed)
+
+    async def release(
+        self, lease: Lease, delay_seconds: float, *, failed: bool
+    ) -> None:
+        """Hands a message back, as `LeaseKeeper.release`."""
+        release = partial(self.keeper.release, lease, delay_seconds, failed=failed)
         await self.retry_policy.call(release)
 
 

@@ -75,7 +75,7 @@ class InFlightJob:
     is_stopping: bool = False  # no more of its images are begun, since some have failed
     is_cancelled: bool = False  # some of its images are left out
     #: Images with scores that wait for those of the job's others.
-    judged: "list[tuple[InFlightImage, Pixels]]" = field(default_factory=list)
+    judged: "list[Generated]" = field(default_factory=list)
     #: How many of its images are stored; None of a job that is not judged yet, or never.
     kept: int | None = None
     has_ended: bool = False  # none of its images is in the making
@@ -147,8 +147,7 @@ class InFlightJob:
         if not self.is_first_awaited:
             return
         self.is_first_awaited = False
-        waiting = self.waiting
-        self.waiting = []
+        waiting, self.waiting = self.waiting, []
         await concurrency.for_each(waiting, lambda store: store(), len(waiting))
 
     async def uploads_end(self) -> None:
@@ -226,7 +225,6 @@ class InFlightJob:
     def image_failed(self, index: int, error: FleetError) -> None:
         """The others go on, unless they would fail as well, or may not be stored without it."""
         self.failures[index] = error
-        self.images_to_store -= 1
         most = max(FAILED_IMAGES, len(self.stored) // STORED_PER_FAILED)
         ends_others = isinstance(error, JobError) or (
             not index and self.is_first_awaited
@@ -239,14 +237,17 @@ class InFlightJob:
 
     def reason(self, error: FleetError) -> str:
         """A failed job's reason; of several images also which one failed, and which are stored."""
-        if self.job is None or self.job.images_to_draw == 1:
-            if self.job is None or self.job.stages == 1:
-                return error.message
-            return f"stage {self.job.stage} of {self.job.stages}: {error.message}"
+        job = self.job
+        if job is None or job.images_to_draw == job.stages == 1:
+            return error.message
+        if job.images_to_draw == 1:
+            return f"stage {job.stage} of {job.stages}: {error.message}"
         failed = [index for index, each in self.failures.items() if each is error]
         which = f"image {failed[0]}: " if failed else ""
         stored = shown_images(self.stored) or "none"
-        return f"{which}{error.message}; of its {self.job.images} images are stored: {stored}"
+        return (
+            f"{which}{error.message}; of its {job.images} images are stored: {stored}"
+        )
 
     def mark_completed(self) -> None:
         """Every image is stored and has a record here: that of the last says so."""
@@ -325,6 +326,10 @@ class InFlightImage:
     def embeddings(self) -> tuple[Embedding, ...]:
         """The embeddings that the job's prompts name."""
         return () if self.request is None else self.request.embeddings
+
+
+#: An image with its pixels.
+Generated = tuple[InFlightImage, Pixels]
 
 
 @dataclass(frozen=True)

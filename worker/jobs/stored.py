@@ -71,10 +71,16 @@ def sha256_in(metadata: Metadata) -> str | None:
     return told if re.fullmatch("[0-9a-f]{64}", told) else None
 
 
-def proven(record: Record, prover: Prover) -> Record:
+def with_proof(prover: Prover | None, blob: str, metadata: Metadata) -> Metadata:
+    """The metadata of a blob with the proof of who stores it, if this machine has a key."""
+    return metadata if prover is None else prover.proven(blob, metadata)
+
+
+def proven(record: Record, prover: Prover | None) -> Record:
     """A record with the proof of who has drawn its image; of another machine's, it names nobody."""
     if (
-        record.blob is None
+        prover is None
+        or record.blob is None
         or record.proof
         or not (machine := machine_of(record.worker))
     ):

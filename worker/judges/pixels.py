@@ -57,5 +57,4 @@ def perceptual_hash(pixels: Pixels) -> str:
     image = Image.fromarray(pixels).convert("L")
     small = image.resize((_HASHED, _HASHED), Image.Resampling.LANCZOS)
     low = _COSINES @ np.asarray(small, np.float64) @ _COSINES.T
-    bits = low > np.median(low)
-    return np.packbits(bits).tobytes().hex()
+    return np.packbits(low > np.median(low)).tobytes().hex()

@@ -104,10 +104,9 @@ class NodeChecks:
             return
         async with self._one_at_a_time:
             began_at = time.monotonic()
-            fault = await self._engine_thread.call(self_check.find_fault)
-            if fault is not None:
-                # Read a second time: the sum itself may have been computed wrongly.
-                fault = await self._engine_thread.call(self_check.find_fault)
+            find = partial(self._engine_thread.call, self_check.find_fault)
+            # Read a second time: the sum itself may have been computed wrongly.
+            fault = await find() and await find()
             if fault is None:
                 self._good(began_at)
                 return
@@ -164,10 +163,7 @@ class NodeChecks:
         prepared = await asyncio.to_thread(self._engine.prepare, request)
         if (delivery := await self._engine_thread.draw(prepared)) is None:
             return False
-        outcome = delivery.finished.outcome
-        if isinstance(outcome, FleetError):
-            raise outcome
-        encode.refuse_one_colour(outcome)
+        encode.refuse_one_colour(delivery.pixels())
         return True
 
     def _good(self, at: float) -> None:

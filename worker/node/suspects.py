@@ -9,8 +9,8 @@ from imagefleet import concurrency
 from imagefleet.errors import FleetError
 from imagefleet.job.names import SUSPECT, worker_file_name
 from imagefleet.storage.open import Storage
-from imagefleet.storage.protocol import Metadata
 from imagefleet.telemetry.logs import log
+from worker.jobs.stored import with_proof
 from worker.settings import machine_name
 
 #: The clocks of worker and storage differ by less.
@@ -42,9 +42,8 @@ async def record(
     name = worker_file_name(worker)
     blob = f"{SUSPECT}{name}/{now:%Y%m%dT%H%M%SZ}.json"
     data = json.dumps(content).encode()
-    metadata: Metadata = {"worker": name, "sha256": hashlib.sha256(data).hexdigest()}
-    if storage.prover is not None:
-        metadata = storage.prover.proven(blob, metadata)
+    stated = {"worker": name, "sha256": hashlib.sha256(data).hexdigest()}
+    metadata = with_proof(storage.prover, blob, stated)
     what = f"the images of {worker} since {since} are suspect"
     try:
         await retry_policy.call(

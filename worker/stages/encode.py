@@ -31,7 +31,7 @@ from imagefleet.job.passes.first import VaeDecoder
 from worker.engine.contract import Pixels
 from worker.files.manifest import FutureHash
 from worker.inputs.img2img import Overlay
-from worker.jobs.in_flight import EncodedImage, InFlightImage
+from worker.jobs.in_flight import EncodedImage, Generated, InFlightImage
 from worker.node.watchdog import NodeWatchdog
 from worker.settle import Settler
 from worker.stages import infotext
@@ -62,9 +62,7 @@ class EncodeStage:
     is_int8: bool
 
     def __post_init__(self) -> None:
-        self.queue: asyncio.Queue[tuple[InFlightImage, Pixels]] = asyncio.Queue(
-            ENCODERS
-        )
+        self.queue: asyncio.Queue[Generated] = asyncio.Queue(ENCODERS)
         self._threads = ThreadPoolExecutor(ENCODERS, "encode")
 
     async def run(self) -> NoReturn:
@@ -83,14 +81,13 @@ class EncodeStage:
         settings = self.settler.settings
         usual: VaeDecoder | None = "TAESD" if settings.taesd else None
         owner = image.owner
-        models = {"model": self.model_hash, **owner.model_hashes}
         return infotext.parameters(
             image.job,
             image.drawn_index,
             image.size,
             self.settler.model_name,
             vae=settings.vae and Path(settings.vae).name.removesuffix(".safetensors"),
-            model_hashes=await _known(models),
+            model_hashes=await _known({"model": self.model_hash, **owner.model_hashes}),
             lora_hashes=await _known(owner.lora_hashes),
             embeddings=image.embeddings,
             is_cut_out=owner.overlay is not None and owner.overlay.box is not None,
@@ -105,8 +102,8 @@ class EncodeStage:
             with self.settler.metrics.stage_seconds["encode"].time():
                 loop = asyncio.get_running_loop()
                 drawn = pixels, image.job.output, text, job, image.owner.overlay
-                is_marked = not self.settler.settings.no_marks
-                mark = marks.mark_of(image.job) if is_marked else None
+                no_marks = self.settler.settings.no_marks
+                mark = None if no_marks else marks.mark_of(image.job)
                 file = await loop.run_in_executor(self._threads, encode, *drawn, mark)
         except TransientError as error:
             # An image of one colour is the engine's failure.

@@ -13,7 +13,7 @@ from imagefleet.pricing import families
 from worker.engine.contract import Engine, ImageRequest, Pixels, PreparedRequest
 from worker.files.library import FileLibrary
 from worker.gpu_thread import Delivery, EngineThread
-from worker.jobs.in_flight import InFlightImage, InFlightJob
+from worker.jobs.in_flight import Generated, InFlightImage, InFlightJob
 from worker.node.watchdog import NodeWatchdog
 from worker.pull import Puller
 from worker.settle import Settler
@@ -44,7 +44,7 @@ class GenerateStage:
 
     def __post_init__(self) -> None:
         # Without a limit: the engine must go on while parts of images wait for it.
-        self._detailed: asyncio.Queue[tuple[InFlightImage, Pixels]] = asyncio.Queue()
+        self._detailed: asyncio.Queue[Generated] = asyncio.Queue()
         self.nothing_at_engine = asyncio.Event()
         self._tickets = itertools.count()
         self._at_engine: dict[int, InFlightImage] = {}
@@ -82,8 +82,7 @@ class GenerateStage:
             if not image.index:  # none of the others is begun before it
                 image.owner.is_first_awaited = False
         for entry in self.settler.in_flight:
-            left = entry.images_to_submit
-            entry.images_to_store -= left
+            entry.images_to_store -= entry.images_to_submit
             entry.images_to_submit = 0
         return [
             entry
@@ -175,7 +174,4 @@ class GenerateStage:
         if delivery is None:
             raise _DrainingError
         self.watchdog.image_generated(self.engine.family, [passes[at]])
-        outcome = delivery.finished.outcome
-        if isinstance(outcome, FleetError):
-            raise outcome
-        return outcome
+        return delivery.pixels()

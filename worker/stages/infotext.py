@@ -16,7 +16,7 @@ from imagefleet.job.sizes import Size
 from worker.engine.contract import Embedding
 from worker.settings import version
 
-#: What is told of an image, by AUTOMATIC1111's words; None is left out.
+#: What is told of an image, by AUTOMATIC1111's words; None and '' are left out.
 Facts = dict[str, str | float | None]
 
 #: Signs that would end a LoRA's name in "Lora hashes".
@@ -90,19 +90,18 @@ def parameters(
         "RNG": job.randn_source if job.randn_source != "GPU" else None,
         "Tiling": job.tiling or None,
     }
-    if job.controls:
-        facts |= _controls(job)
+    facts |= _controls(job)
     if job.mask is not None:
         facts |= _img2img(job, is_cut_out=is_cut_out)
     if job.enable_hr:
         facts |= _hires(job, model_hashes.get("hr_checkpoint_name"))
     if job.refiner_checkpoint:
         model_hash = model_hashes.get("refiner_checkpoint")
-        by_steps = job.refiner_switch_by_sample_steps
         facts |= {
             "Refiner": _title(job.refiner_checkpoint, model_hash),
             "Refiner switch at": job.refiner_switch_at,
-            "Refiner switch by sampling steps": by_steps or None,
+            "Refiner switch by sampling steps": job.refiner_switch_by_sample_steps
+            or None,
         }
     facts |= _details(job)
     facts["NGMS"] = job.s_min_uncond or None
@@ -111,15 +110,13 @@ def parameters(
     facts["Downcast alphas_cumprod"] = job.use_downcasted_alpha_bar or None
     facts["Weights"] = weights
     facts["VAE Decoder"] = decoder if decoder != "Full" else None
-    if lora_hashes:
-        facts["Lora hashes"] = ", ".join(
-            f"{name.translate(_SEPARATORS)}: {sha256}"
-            for name, sha256 in lora_hashes.items()
-        )
-    if embeddings:
-        facts["TI hashes"] = ", ".join(
-            f"{each.name}: {each.sha256[:12]}" for each in embeddings
-        )
+    facts["Lora hashes"] = ", ".join(
+        f"{name.translate(_SEPARATORS)}: {sha256}"
+        for name, sha256 in lora_hashes.items()
+    )
+    facts["TI hashes"] = ", ".join(
+        f"{each.name}: {each.sha256[:12]}" for each in embeddings
+    )
     # None that AUTOMATIC1111 would take for one of its own, and be compatible with.
     facts["Version"] = f"imagefleet {version()}"
     facts[OWN_WORD] = _own(job)
@@ -256,10 +253,9 @@ def _options(job: Job, sampler: Sampler) -> Facts:
     facts: Facts = {}
     if "s_churn" in sampler.options and not job.s_churn:
         return facts
-    for field in sampler.options:
-        word, usual = _OPTIONS.get(field, ("", None))
+    for field, (word, usual) in _OPTIONS.items():
         value = getattr(job, field)
-        if word and value != usual:
+        if field in sampler.options and value != usual:
             facts[word] = value
     return facts
 

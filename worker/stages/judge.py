@@ -20,7 +20,7 @@ from imagefleet.keeping.rule import Keep
 from imagefleet.records.record import DroppedImage
 from worker.engine.contract import Pixels
 from worker.gpu_thread import EngineThread
-from worker.jobs.in_flight import InFlightImage, InFlightJob
+from worker.jobs.in_flight import Generated, InFlightImage, InFlightJob
 from worker.judges.networks import Drawn, Judges
 from worker.judges.pixels import perceptual_hash
 from worker.node.watchdog import NodeWatchdog
@@ -32,8 +32,6 @@ BATCH = 32
 
 #: The longest time that an image waits for others to be judged with it.
 GATHER_SECONDS = 1.0
-
-_Image = tuple[InFlightImage, Pixels]
 
 
 @dataclass(eq=False)
@@ -47,7 +45,7 @@ class JudgeStage:
     encode: EncodeStage
 
     def __post_init__(self) -> None:
-        self.queue: asyncio.Queue[_Image] = asyncio.Queue(BATCH)
+        self.queue: asyncio.Queue[Generated] = asyncio.Queue(BATCH)
         self.judges.on_engine = self.engine_thread.call
         self.settler.on_judged = self._choose
 
@@ -65,7 +63,7 @@ class JudgeStage:
             for names, group in itertools.groupby(batch, key=_names):
                 await self._score(names, [*group])
 
-    async def _score(self, names: Sequence[str], group: Sequence[_Image]) -> None:
+    async def _score(self, names: Sequence[str], group: Sequence[Generated]) -> None:
         found: Sequence[dict[str, float] | Exception]
         try:
             shown = await asyncio.to_thread(lambda: [_shown(*each) for each in group])
@@ -107,7 +105,7 @@ class JudgeStage:
         scores = [each.facts["scores"] for each, _ in judged]
         # Those whose facts nobody may read do not tell how many their delivery has kept.
         before = [record.images for record in entry.again if record.sha256]
-        kept: list[_Image] = []
+        kept: list[Generated] = []
         dropped: list[DroppedImage] = []
         for at, reason in enumerate(rule.choose(scores, *before[:1])):
             if reason is None:
@@ -127,7 +125,7 @@ class JudgeStage:
     async def _store(
         self,
         entry: InFlightJob,
-        kept: Sequence[_Image],
+        kept: Sequence[Generated],
         dropped: tuple[DroppedImage, ...],
     ) -> None:
         entry.kept = len(kept)
@@ -160,7 +158,7 @@ def _rule(image: InFlightImage) -> Keep:
     return image.job.keep
 
 
-def _names(judged: _Image) -> list[str]:
+def _names(judged: Generated) -> list[str]:
     image, _ = judged
     return _rule(image).scores
 

@@ -157,8 +157,9 @@ class AsyncEngine:
                 )
                 if fetching is not None and fetching in done:
                     job = fetching.result()
-                    fetching = None if job is None else asyncio.create_task(following())
+                    fetching = None
                     if job is not None:
+                        fetching = asyncio.create_task(following())
                         known = job.identified(f"{token}-{next(numbers):06}")
                         drawing.add(asyncio.create_task(self._draw(known)))
                 for task in drawing & done:
@@ -166,9 +167,7 @@ class AsyncEngine:
                     yield task.result()
         finally:
             left = [each for each in (*drawing, fetching) if each is not None]
-            for each in left:
-                each.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+            await tasks.cancel(left)
 
     def refuse_forks(self) -> None:
         """Raises SetupError in another process than the one that loaded the model."""
@@ -213,9 +212,7 @@ class AsyncEngine:
         )  # which raises NodeError
         if (delivery := drawing.result()) is None:
             raise NodeError("the engine is closed")
-        if isinstance(outcome := delivery.finished.outcome, FleetError):
-            raise outcome
-        return outcome
+        return delivery.pixels()
 
 
 def _job(given: JobOrFields) -> Job:

@@ -84,9 +84,7 @@ class PrepareStage:
     _generate: GenerateStage
 
     def __post_init__(self) -> None:
-        engine = self._engine
-        files = self._files
-        self._own_models = {None, engine.model_name}
+        self._own_models = {None, self._engine.model_name}
         # Jobs in turns: one with images left waits behind the others for its next.
         self._ordinary: Queue[InFlightJob] = Queue()
         self._urgent: Queue[InFlightJob] = Queue()
@@ -94,20 +92,15 @@ class PrepareStage:
         self._own_hashes: Mapping[str, FutureHash] | None = None
         self._drawn_here: FIFOCache[str, None] = FIFOCache(REMEMBERED)
         self._threads = ThreadPoolExecutor(PREPARERS, "prepare")
-        self._reader = RequestReader(engine, files, self._threads)
+        self._reader = RequestReader(self._engine, self._files, self._threads)
 
     def add(self, entry: InFlightJob) -> None:
         """Queues a job that was leased."""
         (self._urgent if entry.is_urgent else self._ordinary).put_nowait(entry)
 
-    async def run(self) -> NoReturn:
-        await self._run(self._ordinary)
-
-    async def run_urgent(self) -> NoReturn:
-        """Jobs that do not wait for those that wait for the engine."""
-        await self._run(self._urgent)
-
-    async def _run(self, queue: Queue[InFlightJob]) -> NoReturn:
+    async def run(self, *, is_urgent: bool = False) -> NoReturn:
+        """Prepares ordinary jobs, or those that go before them, each on its own."""
+        queue = self._urgent if is_urgent else self._ordinary
         while True:
             entry = await queue.get()
             work = self._go_on
@@ -137,10 +130,7 @@ class PrepareStage:
         Raises JobError if the workers that generated it alone died as well.
         """
         job = await self._read(entry)
-        if job.model not in self._own_models:
-            await self._settler.move(entry)
-            return
-        if await self._is_paused(entry, job):
+        if await self._is_not_drawn_now(entry, job):
             return
         async with self._isolation.alone():
             if entry.deliveries.is_condemned and not entry.is_all_stored:
@@ -180,11 +170,7 @@ class PrepareStage:
         """Prepares a job's requests; adds none if none of its images is drawn here."""
         with self._settler.metrics.stage_seconds["prepare"].time():
             job = await self._read(entry)
-            if job.model not in self._own_models:
-                self._puller.not_ahead(entry)
-                await self._settler.move(entry)
-                return
-            if await self._is_paused(entry, job):
+            if await self._is_not_drawn_now(entry, job):
                 return
             if job.verify and await self._left_to_others(entry, job):
                 return
@@ -201,8 +187,7 @@ class PrepareStage:
                 return
             job = self._reader.fit(job)
             requests = await self._requests(entry, job, images)
-            loop = asyncio.get_running_loop()
-            prepared = await loop.run_in_executor(
+            prepared = await asyncio.get_running_loop().run_in_executor(
                 self._threads, self._engine.prepare, requests[0]
             )
         if entry.settled:
@@ -227,13 +212,17 @@ class PrepareStage:
         if not entry.requests:
             entry.prepared = None  # frees its LoRAs
 
-    async def _is_paused(self, entry: InFlightJob, job: Job) -> bool:
-        """Hands a job of a paused campaign back, for as long as it is."""
+    async def _is_not_drawn_now(self, entry: InFlightJob, job: Job) -> bool:
+        """Leaves a job of another model to others; hands one of a paused campaign back."""
         paused = self._settler.cancelled_campaigns.paused
-        if (job.campaign or DEFAULT_CAMPAIGN) not in paused:
+        if job.model not in self._own_models:
+            leave = self._settler.move(entry)
+        elif (job.campaign or DEFAULT_CAMPAIGN) in paused:
+            leave = self._settler.hand_back(entry, concurrency.jitter(PAUSED_SECONDS))
+        else:
             return False
         self._puller.not_ahead(entry)
-        await self._settler.hand_back(entry, concurrency.jitter(PAUSED_SECONDS))
+        await leave
         return True
 
     async def _left_to_others(self, entry: InFlightJob, job: Job) -> bool:
@@ -296,9 +285,9 @@ class PrepareStage:
     ) -> list[ImageRequest]:
         """The requests of a job's *images*; notes what their files are to tell of it."""
         found = await self._reader.read(job, images)
-        entry.source_parameters = found.inputs.parameters if job.only_upscales else ""
-        hashes = self._files.hashes
         inputs = found.inputs
+        entry.source_parameters = inputs.parameters
+        hashes = self._files.hashes
         for lora in found.loras:
             entry.lora_hashes[lora.name] = hashes.of_lora(lora.path, lora.identity)
         if self._files.own and not job.only_upscales:

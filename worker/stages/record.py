@@ -159,14 +159,9 @@ class RecordStage:
         return taken
 
     async def _write(self, batch: list[PendingRecords]) -> TransientError | None:
-        records: list[Record] = []
-        again: list[Record] = []
-        for pending in batch:
-            records += pending.records
-            again += pending.again
-        if (prover := self.storage.prover) is not None:
-            records = [proven(record, prover) for record in records]
-            again = [proven(record, prover) for record in again]
+        prover = self.storage.prover
+        records = [proven(each, prover) for ended in batch for each in ended.records]
+        again = [proven(each, prover) for ended in batch for each in ended.again]
         try:
             with self.metrics.stage_seconds["record"].time():
                 await self.log.add(records)

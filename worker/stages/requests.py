@@ -62,10 +62,9 @@ class RequestReader:
             await self.files.detectors.resolve(detail.ad_model)
         if job.keep is not None:
             await concurrency.gather(*map(self.files.judges.find, job.keep.networks))
-        loras: dict[LoraTag, Lora] = {}
-        if tags := job.loras:
-            found = await concurrency.gather(*map(self._find_lora, tags))
-            loras.update(zip(tags, found, strict=True))
+        tags = job.loras
+        found = await concurrency.gather(*map(self._find_lora, tags))
+        loras = dict(zip(tags, found, strict=True))
         drawn_with = tuple(map(loras.__getitem__, job.parsed_prompt.loras))
         embeddings = await self._find_embeddings(job)
         inputs = NO_INPUTS
@@ -113,8 +112,7 @@ class RequestReader:
         return await concurrency.gather(*map(self._find_embedding, found))
 
     async def _find_embedding(self, name: str) -> Embedding:
-        path, sha256 = await self.files.embeddings.resolve_hashed(name)
-        return Embedding(name, path, sha256)
+        return Embedding(name, *await self.files.embeddings.resolve_hashed(name))
 
 
 def requests_of(
@@ -131,9 +129,8 @@ def requests_of(
         height, width = inputs.init.pixels.shape[:2]
     for name in differences.of_job(job, size):
         differences.warn(name)
-    requests = []
-    for index in range(job.images_to_draw) if images is None else images:
-        request = ImageRequest(
+    return [
+        ImageRequest(
             prompt=job.parsed_prompt,
             negative_prompt=job.parsed_negative_prompt,
             loras=loras,
@@ -159,5 +156,5 @@ def requests_of(
             refiner=inputs.refiner,
             upscale=inputs.upscale,
         )
-        requests.append(request)
-    return requests
+        for index in (range(job.images_to_draw) if images is None else images)
+    ]

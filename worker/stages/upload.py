@@ -49,9 +49,8 @@ class UploadStage:
     watchdog: NodeWatchdog
 
     def __post_init__(self) -> None:
-        most = WAITING_PER_UPLOAD * UPLOADS
         self.queue: asyncio.Queue[tuple[InFlightImage, EncodedImage]] = asyncio.Queue(
-            most
+            WAITING_PER_UPLOAD * UPLOADS
         )
         self.settler.bundles.on_upload_failed = self.watchdog.upload_failed
 
@@ -78,8 +77,7 @@ class UploadStage:
             await self.settler.less_to_store(entry, 1)
             return
         if entry.bundle is not None:
-            record = self._record(image, file)
-            entry.bundle.images[entry] = Member(record, file.data)
+            entry.bundle.images[entry] = Member(self._record(image, file), file.data)
         else:
             with entry.uploading():
                 await self._store(image, file)
@@ -90,15 +88,19 @@ class UploadStage:
 
     async def _store(self, image: InFlightImage, file: EncodedImage) -> None:
         entry = image.owner
+        settler = self.settler
+        storage = settler.storage
         record = self._record(image, file)
         name = record.spot.blob
-        metadata = self._proven(name, record.blob_metadata() | self.settler.cost.record)
+        metadata = stored.with_proof(
+            storage.prover, name, record.blob_metadata() | settler.cost.record
+        )
         doubt = asyncio.Event()
 
         async def create(is_in_doubt: bool) -> bool:
             entry.lease.check()
             try:
-                if await self.settler.storage.blobs.create(
+                if await storage.blobs.create(
                     name, file.data, file.content_type, metadata, on_doubt=doubt.set
                 ):
                     return True
@@ -109,14 +111,13 @@ class UploadStage:
             doubt.set()
             return is_in_doubt
 
-        with self.settler.metrics.stage_seconds["upload"].time():
-            written = await self.settler.retry_policy.call_in_doubt(create)
+        with settler.metrics.stage_seconds["upload"].time():
+            written = await settler.retry_policy.call_in_doubt(create)
         sha256: str | None = file.sha256
         if doubt.is_set():
             # Of the file that has its name: this very image's, perhaps, or another job's.
-            blobs = self.settler.storage.blobs
-            look = partial(stored.look_up, blobs, image.job, image.index)
-            if (found := await self.settler.retry_policy.call(look)) is None:
+            look = partial(stored.look_up, storage.blobs, image.job, image.index)
+            if (found := await settler.retry_policy.call(look)) is None:
                 raise TransientError("an image that had its name was removed meanwhile")
             is_unread = found.metadata is stored.NOT_READ
             if is_unread and not (entry.is_redelivered or written):
@@ -125,19 +126,19 @@ class UploadStage:
         record = record.model_copy(
             update={
                 "sha256": sha256,
-                "at": self.settler.storage.blobs.clock.now(),
-                "seconds": image.owner.seconds_since_pulled,
+                "at": storage.blobs.clock.now(),
+                "seconds": entry.seconds_since_pulled,
             }
         )
         if image.job.verify:
-            self.settler.cost.lost("second_drawing")
+            settler.cost.lost("second_drawing")
         elif written:
             # In doubt another worker may have a record of it, too.
             records = entry.again if doubt.is_set() else entry.records
             records.append(record)
-            entry.image_written(self.settler.metrics, self.settler.model_name)
+            entry.image_written(settler.metrics, settler.model_name)
         else:
-            self.settler.cost.lost("duplicate")
+            settler.cost.lost("duplicate")
             entry.again.append(record)
             await self._keep_aside(image, file, name, metadata)
 
@@ -150,18 +151,16 @@ class UploadStage:
     ) -> None:
         """Stores a duplicate, so that what took its name first can be compared with it."""
         aside = duplicate_name(name, self.settler.settings.name)
-        blobs = self.settler.storage.blobs
-        proven = self._proven(aside, metadata)
+        storage = self.settler.storage
+        proven = stored.with_proof(storage.prover, aside, metadata)
 
         async def create() -> bool:
             image.owner.lease.check()
-            return await blobs.create(aside, file.data, file.content_type, proven)
+            return await storage.blobs.create(
+                aside, file.data, file.content_type, proven
+            )
 
         await self.settler.retry_policy.call(create)
-
-    def _proven(self, blob: str, metadata: Metadata) -> Metadata:
-        prover = self.settler.storage.prover
-        return metadata if prover is None else prover.proven(blob, metadata)
 
     def _record(self, image: InFlightImage, file: EncodedImage) -> Record:
         width, height = file.size

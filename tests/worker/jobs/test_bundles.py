@@ -275,15 +275,15 @@ async def test_a_bundle_that_has_killed_workers_writes_a_part_for_each_job(
 async def test_the_job_that_workers_die_of_is_the_only_one_of_its_bundle_that_fails(
     storage: Storage, run_pipeline, monkeypatch
 ):
-    async def expire(self, bundle) -> None:  # as after the death of a worker
-        await self.keeper.queue.release(bundle.lease.message)
-        self.keeper.drop(bundle.lease)
+    async def expire(self, lease, *_, **__) -> None:  # as after the death of a worker
+        await self.keeper.queue.release(lease.message)
+        self.keeper.drop(lease)
 
     def fails(request):
         if request.seed == 2:
             raise errors.NodeError("died")
 
-    monkeypatch.setattr(BundleStage, "_release", expire)
+    monkeypatch.setattr(BundleStage, "release", expire)
     await storage.queue.send([bundle_of_jobs(4)])
     for _ in range(3):
         (leased,) = await storage.queue.receive(1, 60)
