@@ -32,6 +32,9 @@ _WORD = 0xFFFFFFFF
 
 _Numbers = npt.NDArray[np.float32]
 
+#: Two ends, such as the sigmas that a step begins and ends at.
+Interval = tuple[float, float]
+
 
 class _Node(NamedTuple):
     """A node of the tree: its ends, its place, and the motion's increment over it."""
@@ -49,7 +52,7 @@ class BrownianTree:
     """One image's Brownian motion between two sigmas."""
 
     def __init__(
-        self, seed: int, span: tuple[float, float], draw: Callable[[int], Tensor]
+        self, seed: int, span: Interval, draw: Callable[[int], Tensor]
     ) -> None:
         """*span*: the smallest and the largest sigma; *draw* makes normal noise from a seed."""
         sequence = np.random.SeedSequence(seed, pool_size=_POOL_SIZE)
@@ -61,7 +64,7 @@ class BrownianTree:
         whole = draw(int(first_word)) * deviation
         self._whole: _Numbers = whole.numpy()
 
-    def noise(self, intervals: Sequence[tuple[float, float]]) -> list[Tensor]:
+    def noise(self, intervals: Sequence[Interval]) -> list[Tensor]:
         """The increments from a sigma down to a following one, each scaled to variance 1.
 
         Intervals that are asked for together share what is drawn on the way to their ends.
