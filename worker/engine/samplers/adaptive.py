@@ -92,7 +92,6 @@ class Try:
         if self.options.eta != 0:
             drawn = torch.empty(latents.shape)
             draw(drawn)
-            up = math.sqrt(max(0.0, end**2 - down**2))
-            high += up * drawn.to(high.device)
+            high += math.sqrt(max(0.0, end**2 - down**2)) * drawn.to(high.device)
         latents.copy_(high)
         return replace(following, sigma=end, before=low)

@@ -76,19 +76,21 @@ def _with_churn(sigmas: Sigmas, options: Options) -> _Intervals:
         yield hat, following, noise
 
 
-def ancestral(sigma: float, following: float, options: Options) -> tuple[float, float]:
-    """The sigma that a step goes down to, and the noise that raises it to the following one."""
+def ancestral(
+    sigma: float, following: float, options: Options
+) -> tuple[float, float | None]:
+    """The sigma that a step goes down to, and the noise that follows on it, if any."""
     eta = 1.0 if options.eta is None else options.eta
     ratio = following / sigma
     up = min(following, eta * following * math.sqrt(1 - ratio**2))
-    return math.sqrt(following**2 - up**2), up
+    return math.sqrt(following**2 - up**2), options.s_noise * up or None
 
 
 def _ancestral(sigmas: Sigmas, options: Options) -> _Intervals:
     """Each step down, with the noise that raises its end to the following sigma."""
     for sigma, following in pairwise(sigmas):
-        down, up = ancestral(sigma, following, options)
-        yield sigma, down, options.s_noise * up or None
+        down, noise = ancestral(sigma, following, options)
+        yield sigma, down, noise
 
 
 def _to_image(sigmas: Sigmas, _: Options) -> _Intervals:
@@ -146,11 +148,9 @@ def _dpmpp_sde(sigmas: Sigmas, options: Options) -> _Steps:
         start, end = (-torch.tensor(each).log() for each in (sigma, following))
         times = (start, start + (end - start) / 2, end)
         start_sigma, middle, end_sigma = (float(time.neg().exp()) for time in times)
-        down, up = ancestral(sigma, middle, options)
-        noise = options.s_noise * up or None
+        down, noise = ancestral(sigma, middle, options)
         first = Move(sigma, towards(down / sigma), noise, (start_sigma, middle))
-        down, up = ancestral(sigma, following, options)
-        noise = options.s_noise * up or None
+        down, noise = ancestral(sigma, following, options)
         latents = towards(down / sigma, BEFORE)
         yield first, Move(middle, latents, noise, (start_sigma, end_sigma))
 
@@ -161,8 +161,7 @@ def _dpmpp_2m(sigmas: Sigmas, _: Options) -> _Steps:
         ratio = following / sigma
         move = towards(ratio)
         if at > 0 and following > 0:
-            length_before = math.log(sigmas[at - 1] / sigma)
-            last = length_before / math.log(sigma / following)
+            last = math.log(sigmas[at - 1] / sigma) / math.log(sigma / following)
             move = move + (1 - ratio) / (2 * last) * (NEW - LAST)
         yield [Move(sigma, move)]
 
@@ -226,8 +225,9 @@ def _lms(sigmas: Sigmas, _: Options) -> _Steps:
         places = sigma + half * (points + 1)
         latents = LATENTS
         for this, estimate in zip(known, ESTIMATES, strict=False):
-            others = [other for other in known if other != this]
-            factors = [(places - other) / (this - other) for other in others]
+            factors = [
+                (places - other) / (this - other) for other in known if other != this
+            ]
             basis = np.prod([points**0, *factors], axis=0)
             latents = latents + half * (weights @ basis) * estimate
         yield [Move(sigma, latents)]

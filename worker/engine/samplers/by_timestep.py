@@ -207,8 +207,7 @@ class _Times(NamedTuple):
         weights = np.zeros(order + 1)
         weights[0] = found[-1]
         weights[2:] = found[:-1] / places[:-1]
-        total = -self.alpha[at] * math.expm1(kept)
-        weights[1] = total - weights.sum()
+        weights[1] = -self.alpha[at] * math.expm1(kept) - weights.sum()
         return self.sigma[at] / self.sigma[at - 1], weights
 
 

@@ -64,10 +64,10 @@ def make_schedule(
     start = by_timestep.Start(1.0, 0.0)
     moves = [_NO_STEP]
     if steps:
-        alphas = alphas_cumprod.double().numpy()
-        trained = by_timestep.Trained(alphas, prediction_type)
-        make_path = by_timestep.SAMPLERS[sampler.method]
-        start, path = make_path(steps, t_enc, trained, options)
+        trained = by_timestep.Trained(alphas_cumprod.double().numpy(), prediction_type)
+        start, path = by_timestep.SAMPLERS[sampler.method](
+            steps, t_enc, trained, options
+        )
         moves = list(path) or moves
     # Here AUTOMATIC1111 scales it as the image (`sd_samplers_timesteps.py`), with sigmas not.
     extra = 0.0 if t_enc is None else options.extra_noise * start.image_scale
@@ -126,8 +126,8 @@ def _of_sigmas(
         made = replace(tabulate(called, options), timesteps=tuple(nearest))
     churn = None
     if own.s_churn > 0:
-        churned = by_sigma.churned(sigmas, options)
-        churn = by_sigma.churn_noise(sigmas[0], churned[0], options)
+        hat, *_ = by_sigma.churned(sigmas, options)
+        churn = by_sigma.churn_noise(sigmas[0], hat, options)
     intervals = tuple(
         move.interval for move in moves if move.noise is not None and move.interval
     )
@@ -151,8 +151,10 @@ def _of_tries(
     prediction_type: str,
 ) -> Schedule:
     """The calls before a try and its own; the schedule is extended by the next one."""
-    own = [_called(sampler, move, known, prediction_type) for move in attempt.moves()]
-    moves = [*before, *own]
+    moves = [
+        *before,
+        *(_called(sampler, move, known, prediction_type) for move in attempt.moves()),
+    ]
     made = tabulate(moves, attempt.options)
 
     def extend(latents: Tensor, history: Tensor, draw: Draw) -> Schedule:
@@ -256,8 +258,9 @@ class Levels:
     def of_every(self, stride: int) -> Levels:
         """The levels at which a model that was distilled on every *stride*th timestep is called."""
         part = slice(stride - 1, None, stride)
-        sigmas = self.sigmas[part]
-        return Levels(sigmas, self.timesteps[part], self.is_xl, is_quantized=True)
+        return Levels(
+            self.sigmas[part], self.timesteps[part], self.is_xl, is_quantized=True
+        )
 
     def at(self, timesteps: Tensor) -> Tensor:
         """The sigmas of timesteps, or of points between them, by k-diffusion's interpolation."""
@@ -310,8 +313,7 @@ def _polyexponential(known: Levels, steps: int) -> Tensor:
 
 def _even_angles(known: Levels, shares: Tensor) -> Tensor:
     largest, smallest = (torch.tensor(end).arctan() for end in known.ends)
-    angles = shares * smallest + (1.0 - shares) * largest
-    return angles.tan()
+    return (shares * smallest + (1.0 - shares) * largest).tan()
 
 
 def _align_your_steps(known: Levels, steps: int) -> Tensor:
