@@ -139,8 +139,7 @@ def load_checkpoint(
     unet = networks[family.backbone]
     vae = networks["vae"]
     text_encoders = {name: networks[name] for name in family.networks}
-    first = text_encoders[family.networks[0]]
-    tokenizer = _find_tokenizer(folder, first.config.vocab_size)
+    tokenizer = _find_tokenizer(folder, networks[family.networks[0]].config.vocab_size)
     scheduler = _read_scheduler(folder, "scheduler", family)
     _check_architecture(model, family, networks, tokenizer)
     image_noise = None
@@ -350,7 +349,7 @@ def _config_folder(model: Path, config: Path | None) -> Path:
 
 
 def _read_file(path: Path, config: Path) -> _Read:
-    with reading.named(str(path)):
+    with reading.named(path):
         weights = {
             key: weight
             for key, weight in load_file(path).items()
@@ -416,7 +415,7 @@ def _find_tokenizer(checkpoint: Path, vocabulary_size: int) -> CLIPTokenizer:
             f"the model's tokenizer is missing: {str(folder)!r}; its text encoder has"
             f" {vocabulary_size:,} tokens, and CLIP's tokenizer {clip.VOCABULARY_SIZE:,}"
         )
-    with reading.named(str(folder), "the tokenizer "):
+    with reading.named(folder, "the tokenizer "):
         return CLIPTokenizer.from_pretrained(folder, local_files_only=True)
 
 

@@ -37,10 +37,13 @@ _MAX_WAIT_TICKS = 8
 
 
 #: Frees memory of the device; False if there is nothing to free.
-FreeMemory: TypeAlias = Callable[[], bool]
+FreeMemory = Callable[[], bool]
+
+#: Pixels [images, height, width, 3] in uint8, and is-finite [images].
+Decoded = tuple[Tensor, Tensor]
 
 #: Key of images that are decoded together: their VAE and the shape of their latents.
-_SliceKey: TypeAlias = tuple[Vae | None, torch.Size]
+_SliceKey = tuple[Vae | None, torch.Size]
 
 
 class _FinishedLatents(NamedTuple):
@@ -64,14 +67,14 @@ class HostCopy:
     def begin(cls, pixels: Tensor, is_finite: Tensor, images: int) -> HostCopy:
         """Copies the first *images* of what `to_pixels` returns, once the stream is so far."""
         on_gpu = pixels.is_cuda
-        host_pixels = torch.empty(
-            (images, *pixels.shape[1:]), dtype=torch.uint8, pin_memory=on_gpu
-        )
-        host_finite = torch.empty(images, dtype=torch.bool, pin_memory=on_gpu)
-        host_pixels.copy_(pixels[:images], non_blocking=True)
-        host_finite.copy_(is_finite[:images], non_blocking=True)
+
+        def to_host(tensor: Tensor) -> Tensor:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+            return host.copy_(tensor, non_blocking=True)
+
+        copies = to_host(pixels[:images]), to_host(is_finite[:images])
         copied = torch.cuda.current_stream().record_event() if on_gpu else None
-        return cls(host_pixels, host_finite, copied)
+        return cls(*copies, copied)
 
     @property
     def is_done(self) -> bool:
@@ -110,7 +113,7 @@ class Decoder:
         self.pool: GraphPool | None = None
         self._may_compile = True
         self._queue: dict[_SliceKey, list[_FinishedLatents]] = {}
-        self._copies: deque[tuple[Sequence[_FinishedLatents], HostCopy]] = deque()
+        self._copies = deque[tuple[Sequence[_FinishedLatents], HostCopy]]()
         self._failed: list[Finished] = []
         self._compiled: dict[_SliceKey, tuple[Tensor, Graph]] = {}
         #: What cannot be compiled, or failed once it was.
@@ -136,8 +139,9 @@ class Decoder:
         """
         vae = self._usual if self.has_tiny and by != "Full" else named or self._vae
         key = vae, latents.shape
-        drawn = _FinishedLatents(ticket, latents, self._tick, key)
-        self._queue.setdefault(key, []).append(drawn)
+        self._queue.setdefault(key, []).append(
+            _FinishedLatents(ticket, latents, self._tick, key)
+        )
 
     def uncompiled(self, shape: torch.Size) -> list[Vae]:
         """What may be compiled for latents of *shape* [4, height, width], and is not."""
@@ -199,8 +203,8 @@ class Decoder:
             size = self._slice_size(key[1])
             is_urgent = flush or key not in self._compiled
             while waiting:
-                waited = self._tick - waiting[0].since_tick
-                is_overdue = waited >= lanes * _MAX_WAIT_TICKS
+                oldest = waiting[0].since_tick
+                is_overdue = self._tick - oldest >= lanes * _MAX_WAIT_TICKS
                 if not (len(waiting) >= size or is_urgent or is_overdue):
                     break
                 part = waiting[:size]
@@ -209,7 +213,7 @@ class Decoder:
             if not waiting:
                 del self._queue[key]
 
-    def decode(self, latents: Tensor, vae: Vae | None = None) -> tuple[Tensor, Tensor]:
+    def decode(self, latents: Tensor, vae: Vae | None = None) -> Decoded:
         """Decodes latents [images, 4, height, width] at once, uncompiled."""
         is_striped = self.is_striped or latents.shape[1:] in self._striped_shapes
         return decode(vae or self._usual, latents, in_stripes=is_striped)
@@ -323,9 +327,7 @@ class Decoder:
         return TransientError("the image is NaN")
 
 
-def decode(
-    vae: Vae | None, latents: Tensor, *, in_stripes: bool = False
-) -> tuple[Tensor, Tensor]:
+def decode(vae: Vae | None, latents: Tensor, *, in_stripes: bool = False) -> Decoded:
     """Decodes latents [images, 4, height, width]; see `to_pixels`."""
     return to_pixels(to_images(vae, latents, in_stripes=in_stripes))
 
@@ -365,21 +367,27 @@ def to_images(vae: Vae | None, latents: Tensor, *, in_stripes: bool = False) -> 
     if getattr(vae, "post_quant_conv", None) is not None:
         scaled = vae.post_quant_conv(scaled)
     # A tiny one takes far less memory, and the rows of an image that tiles have no end.
-    in_stripes = in_stripes and not isinstance(vae, AutoencoderTiny)
-    in_stripes = in_stripes and vae.decoder.conv_in.padding_mode == "zeros"
-    images: Tensor
-    images = (
+    in_stripes = (
+        in_stripes
+        and not isinstance(vae, AutoencoderTiny)
+        and vae.decoder.conv_in.padding_mode == "zeros"
+    )
+    images: Tensor = (
         decode_in_stripes(vae.decoder, scaled) if in_stripes else vae.decoder(scaled)
     )
     return images.float()
 
 
-def to_pixels(images: Tensor) -> tuple[Tensor, Tensor]:
-    """VAE output [images, 3, height, width] to uint8 [images, height, width, 3], and is-finite."""
+def to_pixels(images: Tensor) -> Decoded:
+    """VAE output [images, 3, height, width] to pixels."""
     levels = ((images / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
     return levels.permute(0, 2, 3, 1).contiguous(), images.isfinite().flatten(1).all(
         dim=1
     )
+
+
+#: Stripes [rows, channels, height, width], after the row of pixels that each begins at.
+_Stripes = Iterator[tuple[int, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -444,7 +452,7 @@ def _add_resnet(resnet: Any, image: _Image) -> Tensor:
     return output
 
 
-def _join(parts: Iterator[tuple[int, Tensor]], image: _Image) -> Tensor:
+def _join(parts: _Stripes, image: _Image) -> Tensor:
     """The whole of what is computed a stripe at a time, as high as *image*."""
     output = None
     for top, part in parts:
@@ -464,10 +472,8 @@ def _join(parts: Iterator[tuple[int, Tensor]], image: _Image) -> Tensor:
     return output
 
 
-def _normalise_and_convolve(
-    norm: GroupNorm, conv: Conv2d, image: _Image
-) -> Iterator[tuple[int, Tensor]]:
-    """A 3x3 convolution of the activated group norm: stripes and the rows that they begin at."""
+def _normalise_and_convolve(norm: GroupNorm, conv: Conv2d, image: _Image) -> _Stripes:
+    """A 3x3 convolution of the activated group norm."""
     scale, shift = _scale_and_shift(norm, image)
     for top, bottom in _stripes(image):
         above = max(0, top - 1)

@@ -51,13 +51,13 @@ def find_device(name: str) -> torch.device:
     if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
         raise SetupError(f"{name!r} is not a device: use auto, cpu, cuda or cuda:N")
     device = torch.device(name)
+    if device.type == "cpu":
+        return device
     gpus = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= gpus:
+    if (device.index or 0) >= gpus:
         raise SetupError(
             f"the device {name!r} does not exist; torch finds {gpus} CUDA GPUs"
         )
-    if device.type == "cpu":
-        return device
     # The allocator is set up before its first memory; users' own settings stay.
     until_torch_2_9 = "PYTORCH_CUDA_ALLOC_CONF"
     since = "PYTORCH_ALLOC_CONF"

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from imagefleet.errors import UnsettledFileError
 from imagefleet.files import embedding
@@ -49,13 +48,13 @@ def read(
             raise UnsettledFileError(
                 f"the file of the embedding {embedding.name!r} has just changed"
             )
-        vectors = vectors_of(tensors_of(embedding.path, identity), widths, dtype)
+        vectors = vectors_of(tensors_of(identity), widths, dtype)
     return Embedding(embedding.name, embedding.sha256, vectors)
 
 
 def vectors_of(
     tensors: Tensors, widths: Mapping[str, int], dtype: torch.dtype
-) -> dict[str, Tensor]:
+) -> Tensors:
     """An embedding's vectors [length, width] for each text encoder; raises UnusableError."""
     integers = [key for key, each in tensors.items() if not each.is_floating_point()]
     shapes = {key: each.shape for key, each in tensors.items()}

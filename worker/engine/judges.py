@@ -46,8 +46,7 @@ _EMBEDDINGS = "vision_model.embeddings."
 
 def image_features(model: Any, images: Tensor) -> Any:
     """CLIP's embeddings [n, d] of images [n, 3, side, side]."""
-    pooled = model.vision_model(pixel_values=images).pooler_output
-    return model.visual_projection(pooled).float()
+    return model.visual_projection(model.vision_model(images).pooler_output).float()
 
 
 def text_features(model: Any, ids: Tensor) -> Any:
@@ -62,9 +61,11 @@ def _tokenizer() -> Any:
 
 def tokens(texts: Sequence[str]) -> NDArray[np.int64]:
     """CLIP's tokens of texts, [n, 77]; the end of a longer one is cut off."""
-    length = clip.CHUNK_TOKENS + 2
     found = _tokenizer()(
-        list(texts), padding="max_length", truncation=True, max_length=length
+        list(texts),
+        padding="max_length",
+        truncation=True,
+        max_length=clip.CHUNK_TOKENS + 2,
     )
     return np.array(found["input_ids"], np.int64)
 
@@ -154,8 +155,8 @@ def _of_head(tensors: Head, seen: Tensor) -> Tensor:
     """
     if "concept_embeds" not in tensors:
         for layer in sorted({int(name.split(".")[1]) for name in tensors}):
-            bias = tensors.get(f"layers.{layer}.bias")
-            seen = linear(seen, tensors[f"layers.{layer}.weight"], bias)
+            name = f"layers.{layer}"
+            seen = linear(seen, tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
         return seen.view(len(seen))
 
     def above(kind: str) -> Tensor:
@@ -173,8 +174,10 @@ def _configuration(path: Path) -> CLIPConfig:
             shapes = safetensors.read_header(file).shapes
         patches, _ = shapes[f"{_EMBEDDINGS}position_embedding.weight"]
         *_, patch = shapes[f"{_EMBEDDINGS}patch_embedding.weight"]
-        side = patch * round((patches - 1) ** 0.5)
-        vision = {"image_size": side, "patch_size": patch}
+        vision = {
+            "image_size": patch * round((patches - 1) ** 0.5),
+            "patch_size": patch,
+        }
         return CLIPConfig(
             text_config=_tower("text_model", shapes),
             vision_config=_tower("vision_model", shapes) | vision,

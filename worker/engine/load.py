@@ -99,9 +99,11 @@ def load_engine(settings: EngineSettings) -> SlotEngine:
         engine = slot_engine.SlotEngine(_parts(how, device))
         failed.pop_all()
     log.info(f"loaded: {phases.described()}", action="loaded")
-    held = memory.describe(engine.slots, engine.savings)
     log.info(
-        f"draws {held}", action="fits", slots=engine.slots, **engine.savings._asdict()
+        f"draws {memory.describe(engine.slots, engine.savings)}",
+        action="fits",
+        slots=engine.slots,
+        **engine.savings._asdict(),
     )
     if is_compiled and settings.compile == "background":
         engine.compile_in_background()
@@ -171,8 +173,11 @@ def _read(settings: EngineSettings, device: torch.device) -> Parts:
     )
 
     def read(path: Path, like: Checkpoint) -> Checkpoint:
-        its = replace(settings, model=path, config=None, prediction_type=None)
-        return _read_like(its, like, takes_refiner=True)
+        return _read_like(
+            replace(settings, model=path, config=None, prediction_type=None),
+            like,
+            takes_refiner=True,
+        )
 
     return latents.of_latents(loaded, settings, read)
 
@@ -222,8 +227,9 @@ def _use_own(
         if settings.accelerator is not None and family is not table.REFINER:
             shared.merge_for_good(settings.accelerator, family, networks)
         if settings.vae is not None:
-            overflows = family.overflows_in_float16
-            images.load_for_good(settings.vae, networks["vae"], overflows=overflows)
+            images.load_for_good(
+                settings.vae, networks["vae"], overflows=family.overflows_in_float16
+            )
     except (UnusableFileError, TransientError) as error:
         raise SetupError(error.message) from error
 

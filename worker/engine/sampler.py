@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from imagefleet.job.noise import PHILOX, Noise
-from worker.engine.samplers.brownian import BrownianTree
+from worker.engine.samplers.brownian import BrownianTree, Interval
 from worker.engine.samplers.philox import Philox, Shape
 
 #: Draws each image's next noise while the GPU works: for 512x512 0.9 ms of Philox, which sixteen
@@ -76,13 +76,19 @@ class BrownianNoise(NamedTuple):
     """Noise that is increments of a Brownian motion over sigma."""
 
     #: The smallest and the largest sigma.
-    span: tuple[float, float]
+    span: Interval
     #: Start and end sigmas of each increment, in the order of the calls with noise.
-    intervals: tuple[tuple[float, float], ...]
+    intervals: tuple[Interval, ...]
 
+
+#: Fills a tensor with an image's next noise.
+Draw = Callable[[Tensor], None]
 
 #: Extends a schedule, given an image's latents (may be changed), history and source of noise.
-Extend = Callable[[Tensor, Tensor, Callable[[Tensor], None]], "Schedule"]
+Extend = Callable[[Tensor, Tensor, Draw], "Schedule"]
+
+#: Limits estimates of images.
+Limit = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -150,7 +156,7 @@ def step(
     noise: Tensor | None,
     image: Inpainting | None = None,
     uncond: Tensor | None = None,
-    limit: Callable[[Tensor], Tensor] | None = None,
+    limit: Limit | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One update of a batch: the next latents and history.
 
@@ -188,6 +194,9 @@ Combination = npt.NDArray[np.float64]
 
 LATENTS, *ESTIMATES, BEFORE = np.eye(1 + HISTORY)
 
+#: Two coefficients of an estimate: of the latents, and of the output or the original.
+Coefficients = tuple[float, float]
+
 
 class Move(NamedTuple):
     """One UNet call and the update that follows on it."""
@@ -199,25 +208,25 @@ class Move(NamedTuple):
     #: Standard deviation of fresh noise in them; None if none is drawn.
     noise: float | None = None
     #: The sigmas between which the noise is the increment of a Brownian motion.
-    interval: tuple[float, float] | None = None
+    interval: Interval | None = None
     #: Steps that are finished at the call, as AUTOMATIC1111 counts them; -1 and -2 are 0.
     finished: int = 0
     #: Coefficients of latents and output in the estimate.
-    estimate: tuple[float, float] = (1.0, 0.0)
+    estimate: Coefficients = (1.0, 0.0)
     #: Weight of the output without the prompt, less the one with guidance.
     from_uncond: float = 0.0
     #: Timestep that the UNet is told; None where the level is a timestep itself.
     timestep: float | None = None
     input_scale: float = 1.0
     #: Coefficients of the estimate inside the kept area: of the original and of the latents.
-    kept: tuple[float, float] = (1.0, 0.0)
+    kept: Coefficients = (1.0, 0.0)
     #: Logarithms of the bounds of the variance that a UNet of pixels predicts.
-    variance_logs: tuple[float, float] = (0.0, 0.0)
+    variance_logs: Interval = (0.0, 0.0)
 
 
-def towards(ratio: float) -> Combination:
+def towards(ratio: float, begin: Combination = LATENTS) -> Combination:
     """*ratio* of the latents, and the rest of the estimate: a step by the ratio of its sigmas."""
-    return ratio * LATENTS + (1 - ratio) * ESTIMATES[0]
+    return ratio * begin + (1 - ratio) * ESTIMATES[0]
 
 
 @dataclass(eq=False)

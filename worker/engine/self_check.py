@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from worker.engine import checksums
 from worker.engine.families.table import Model
@@ -68,7 +68,7 @@ class SelfCheck:
             f"the weights on the device are not the checkpoint's: {differing[0]}{more}"
         )
 
-    def _derived(self) -> dict[str, Tensor]:
+    def _derived(self) -> Tensors:
         return {
             f"{network}'s own {name}": buffer
             for network, module in self._computing.items()

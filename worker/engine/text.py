@@ -212,7 +212,7 @@ class Encoder:
     cache_bytes: int = _CACHE_BYTES
 
     def __post_init__(self) -> None:
-        self._cache: LRUCache[Hashable, _Encoded] = LRUCache(
+        self._cache = LRUCache[Hashable, _Encoded](
             self.cache_bytes * len(self._readers),
             getsizeof=lambda encoded: encoded.vectors.nbytes,
         )
@@ -265,8 +265,7 @@ class Encoder:
                 missing.append(chunk)
             else:
                 encoded[chunk] = cached
-        for at in range(0, len(missing), _CHUNKS_PER_CALL):
-            part = missing[at : at + _CHUNKS_PER_CALL]
+        for part in _in_calls(missing):
             found = [
                 self._weighted(reader, part, clip_skip) for reader in self._readers
             ]
@@ -285,10 +284,9 @@ class Encoder:
         network = reader.network
         rules = reader.rules
         padding = self._end if rules.padding is None else rules.padding
-        filling = [CHUNK_TOKENS - len(chunk.tokens) for chunk in part]
         rows = [
-            (self._start, *chunk.tokens, self._end, *[padding] * fill)
-            for chunk, fill in zip(part, filling, strict=True)
+            (self._start, *chunk.tokens, self._end, *[padding] * _missing(chunk))
+            for chunk in part
         ]
         inserts = any(chunk.inserts for chunk in part)
         with _inserted(reader, part) if inserts else contextlib.nullcontext():
@@ -312,11 +310,9 @@ class Encoder:
         weighted, means = _weigh(part, vectors)
         for company in dict.fromkeys(chunk.company for chunk in part if chunk.company):
             chunks, counts = zip(*company, strict=True)
-            calls = range(0, len(chunks), _CHUNKS_PER_CALL)
-            beside = [chunks[at : at + _CHUNKS_PER_CALL] for at in calls]
             read = [
                 _weigh(each, self._read(reader, each, clip_skip).vectors)[1]
-                for each in beside
+                for each in _in_calls(chunks)
             ]
             share = means.new_tensor(counts) / sum(counts)
             means[[chunk.company == company for chunk in part]] = share @ torch.cat(
@@ -330,13 +326,18 @@ class Encoder:
         return _Encoded(weighted, pooled)
 
 
+def _in_calls(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
+    for at in range(0, len(chunks), _CHUNKS_PER_CALL):
+        yield chunks[at : at + _CHUNKS_PER_CALL]
+
+
+def _missing(chunk: Chunk) -> int:
+    return CHUNK_TOKENS - len(chunk.tokens)
+
+
 def _weigh(part: Sequence[Chunk], vectors: Tensor) -> tuple[Tensor, Tensor]:
     """Vectors [chunks, 77, width] with weights, and means [chunks, 2] without and with these."""
-    missing = [CHUNK_TOKENS - len(chunk.tokens) + 1 for chunk in part]
-    rows = [
-        (1.0, *chunk.weights, *[1.0] * ends)
-        for chunk, ends in zip(part, missing, strict=True)
-    ]
+    rows = [(1.0, *chunk.weights, 1.0, *[1.0] * _missing(chunk)) for chunk in part]
     plain = vectors.float()
     weighted = plain * torch.tensor(rows, device=vectors.device)[:, :, None]
     return weighted, torch.stack(

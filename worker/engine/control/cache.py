@@ -72,16 +72,14 @@ class ControlNets(NetworkCache[SlotControlNet]):
         super().__init__("ControlNet", unet.device, unet.dtype)
         self._config = dict(unet.config)
         self._has_own_layers = has_own_layers
-        self._hints: WeakKeyDictionary[PreparedControl, Tensor] = WeakKeyDictionary()
+        self._hints = WeakKeyDictionary[PreparedControl, Tensor]()
 
     def embed(self, control: PreparedControl) -> Tensor:
         """A request's embedded image; remembered for the other images of its job."""
         if (hint := self._hints.get(control)) is None:
             network = self.get(control.identity)
             hint = self._hints[control] = network.embed(control.pixels)
-            if self._device.type == "cuda":
-                # Meanwhile another thread may drop the network.
-                torch.cuda.current_stream(self._device).synchronize()
+            self._synchronize()  # meanwhile another thread may drop the network
         return hint
 
     def close(self) -> None:
@@ -89,8 +87,7 @@ class ControlNets(NetworkCache[SlotControlNet]):
         self._hints.clear()
 
     def load(self, identity: Identity) -> ControlNetModel:
-        tensors = safetensors.tensors_of(Path(identity[0]), identity)
-        found = _in_diffusers_names(tensors, self._config)
+        found = _in_diffusers_names(safetensors.tensors_of(identity), self._config)
         _check_family(found, self._config)
         with torch.device("meta"):
             network = ControlNetModel(**_config(found, self._config))
@@ -105,7 +102,7 @@ class ControlNets(NetworkCache[SlotControlNet]):
             return SlotControlNet(network, pools="shuffle" in path.stem.lower())
 
 
-def _in_diffusers_names(tensors: Tensors, unet_config: JSONObject) -> dict[str, Tensor]:
+def _in_diffusers_names(tensors: Tensors, unet_config: JSONObject) -> Tensors:
     own = {
         each.removeprefix(_PREFIX): tensor
         for each, tensor in tensors.items()
@@ -147,8 +144,6 @@ def _check_family(tensors: Tensors, unet_config: JSONObject) -> None:
 def _config(tensors: Tensors, unet_config: JSONObject) -> JSONDict:
     known = inspect.signature(ControlNetModel.__init__).parameters
     config = {key: value for key, value in unet_config.items() if key in known}
-    # It sees the latents alone, with inpainting checkpoints as well.
-    config["in_channels"] = unet_config["out_channels"]
     hint = tensors[_HINT]
     # Every second layer halves the image and has more channels.
     names = (
@@ -158,8 +153,12 @@ def _config(tensors: Tensors, unet_config: JSONObject) -> JSONDict:
         tensors[name].shape[0]
         for name in itertools.takewhile(tensors.__contains__, names)
     ]
-    config["conditioning_channels"] = hint.shape[1] if hint.dim() > 1 else 0
-    config["conditioning_embedding_out_channels"] = (hint.shape[0], *wider)
+    config |= {
+        # It sees the latents alone, with inpainting checkpoints as well.
+        "in_channels": unet_config["out_channels"],
+        "conditioning_channels": hint.shape[1] if hint.dim() > 1 else 0,
+        "conditioning_embedding_out_channels": (hint.shape[0], *wider),
+    }
     if unet_config.get("addition_embed_type") is not None:
         # Which of SDXL's attentions it has.
         depths: dict[int, int] = {}
@@ -170,15 +169,15 @@ def _config(tensors: Tensors, unet_config: JSONObject) -> JSONDict:
         types = unet_config["down_block_types"]
         layers = unet_config["transformer_layers_per_block"]
         layers = [layers] * len(types) if isinstance(layers, int) else layers
-        config["down_block_types"] = [
-            own_type if block in depths else "DownBlock2D"
-            for block, own_type in enumerate(types)
-        ]
-        if any(each.startswith("mid_block.attentions.") for each in tensors):
-            config["mid_block_type"] = unet_config["mid_block_type"]
-        else:
+        config |= {
+            "down_block_types": [
+                own_type if block in depths else "DownBlock2D"
+                for block, own_type in enumerate(types)
+            ],
+            "transformer_layers_per_block": [
+                depths.get(block, layer) for block, layer in enumerate(layers)
+            ],
+        }
+        if not any(each.startswith("mid_block.attentions.") for each in tensors):
             config["mid_block_type"] = "UNetMidBlock2D"
-        config["transformer_layers_per_block"] = [
-            depths.get(block, layer) for block, layer in enumerate(layers)
-        ]
     return config

@@ -28,9 +28,8 @@ class SlotControlNet(SlotEncoder):
         """*pools*: its outputs are averaged over the image, and steer the prompt's rows alone."""
         paths = {module: path for path, module in original.named_modules()}
         super().__init__(original, paths)
-        for module in self.modules():
-            if isinstance(module, SlotLinear):
-                module.share()
+        for linear in self.find(SlotLinear):
+            linear.share()
         self._join(paths)
         self.pools = pools
         self.hint = original.controlnet_cond_embedding
@@ -63,8 +62,8 @@ class SlotControlNet(SlotEncoder):
     @torch.no_grad()
     def embed(self, pixels: Pixels) -> Tensor:
         """The control image [channels, height, width] of the latents' size."""
-        levels = levels_of(pixels, self.device)
-        embedded: Tensor = self.hint((levels / 255).to(self.dtype))
+        levels = levels_of(pixels, self.device) / 255
+        embedded: Tensor = self.hint(levels.to(self.dtype))
         return embedded[0]
 
     def record_stream(self) -> None:
@@ -86,8 +85,7 @@ class SlotControlNet(SlotEncoder):
         by_row = torch.stack(
             [*[weights] * guided, torch.zeros_like(weights)][:slot_rows], dim=1
         )
-        by_row = by_row.flatten()
-        return rows * by_row[:, None, None, None]
+        return rows * by_row.flatten()[:, None, None, None]
 
 
 class ControlState(NamedTuple):
@@ -112,10 +110,9 @@ class ControlState(NamedTuple):
         """Empty, for latents of these *sides* (height, width); *context*: the UNet's own shape."""
         like = next(network.conv_in.parameters())
         (rows, tokens, _) = context
-        hints = channels_last(like.new_zeros((slots, len(like), *sides)))
         return cls(
             network,
-            hints,
+            channels_last(like.new_zeros((slots, len(like), *sides))),
             like.new_zeros((rows, tokens, network.context_width)),
             like.new_zeros((rows, network.added_width))
             if network.added_width

@@ -47,8 +47,11 @@ def of_latents(
             )
         nn.Module.to(tiny, device=checkpoint.vae.device, dtype=checkpoint.vae.dtype)
         tiny.to(memory_format=torch.channels_last)
-    overflows = checkpoint.family.overflows_in_float16
-    vaes = Vaes(checkpoint.vae, overflows=overflows, has_own_layers=has_own_layers)
+    vaes = Vaes(
+        checkpoint.vae,
+        overflows=checkpoint.family.overflows_in_float16,
+        has_own_layers=has_own_layers,
+    )
     others = read and CheckpointCache(checkpoint, read, has_own_layers=has_own_layers)
     caches = Caches(control_nets, vaes, others)
     stager = ClipStager(checkpoint, caches, tiny)

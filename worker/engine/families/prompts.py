@@ -39,7 +39,7 @@ class PromptEncoder:
         own = folder / "tokenizer"
         if not own.is_dir():
             raise SetupError(f"the text encoder's tokenizer is missing: {str(own)!r}")
-        with reading.named(str(own), "the tokenizer "):
+        with reading.named(own, "the tokenizer "):
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 own, local_files_only=True
             )

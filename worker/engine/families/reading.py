@@ -7,7 +7,7 @@ a network: images that are drawn at that time would begin with other noise.
 import contextlib
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def read_network(
     """
     stem = "diffusion_pytorch_model" if issubclass(network, ModelMixin) else "model"
     files = _files(folder, stem)
-    with named(str(folder)):
+    with named(folder):
         weights = {key: each for path in files for key, each in load_file(path).items()}
         made = build(network, config or read_json(folder / "config.json"))
         assign(made, weights)
@@ -62,12 +62,14 @@ def read_network(
 
 
 @contextlib.contextmanager
-def named(path: str, what: str = "") -> Iterator[None]:
+def named(path: Path, what: str = "") -> Iterator[None]:
     """Raises what the libraries raise in the block as a SetupError that names *path*."""
     try:
         yield
     except LOADING_ERRORS as error:
-        raise SetupError(f"{what}{path!r} cannot be loaded: {brief(error)}") from error
+        raise SetupError(
+            f"{what}{str(path)!r} cannot be loaded: {brief(error)}"
+        ) from error
 
 
 def build(network: type[Any], config: JSONObject) -> Any:
@@ -108,7 +110,7 @@ def assign(network: nn.Module, weights: Tensors) -> None:
     network.requires_grad_(requires_grad=False).eval()
 
 
-def network_config(folder: Path, default: Mapping[str, object]) -> JSONDict:
+def network_config(folder: Path, default: JSONObject) -> JSONDict:
     return read_json(folder / "config.json") or dict(default)
 
 
@@ -192,10 +194,9 @@ class ImageNoise:
 def image_noise(index: JSONObject, scheduler: JSONObject, levels: int) -> ImageNoise:
     """Reads it from a folder's configurations; *levels*: how many the UNet knows."""
     made = DDPMScheduler.from_config(dict(scheduler))
-    level = int(index.get("max_noise_level", _MAX_LEVEL))
     # On a GPU, a level out of range is a device-side assert, which ends the process.
-    level = min(level, levels - 1, int(made.config.num_train_timesteps) - 1)
-    return ImageNoise(made, level)
+    most = min(levels, int(made.config.num_train_timesteps)) - 1
+    return ImageNoise(made, min(int(index.get("max_noise_level", _MAX_LEVEL)), most))
 
 
 def prediction_type(
@@ -208,15 +209,13 @@ def prediction_type(
     """
     if V_PREDICTION_KEY in keys and stated != "epsilon":
         return "v_prediction"
-    found = scheduler.get("prediction_type", stated)
+    found: str | None = scheduler.get("prediction_type", stated)
     if found not in {None, "epsilon", "v_prediction"}:
         raise SetupError(
             f"{str(model)!r} predicts {str(found)[:40]!r}; imagefleet generates with checkpoints"
             " that predict epsilon or v_prediction"
         )
-    if found is None:
-        return found
-    return str(found)
+    return found
 
 
 def alphas_cumprod(model: Path, scheduler: JSONObject, keys: Collection[str]) -> Tensor:
@@ -233,8 +232,7 @@ def alphas_cumprod(model: Path, scheduler: JSONObject, keys: Collection[str]) ->
     count = scheduler.get("num_train_timesteps", 1000)
     betas = torch.linspace(start**0.5, end**0.5, count, dtype=torch.float64) ** 2
     alphas = torch.cumprod(1 - betas, dim=0)
-    rescales = scheduler.get("rescale_betas_zero_snr") or ZERO_TERMINAL_SNR_KEY in keys
-    if rescales:
+    if scheduler.get("rescale_betas_zero_snr") or ZERO_TERMINAL_SNR_KEY in keys:
         return rescale_to_zero_terminal_snr(alphas)
     return alphas
 

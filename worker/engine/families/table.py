@@ -15,7 +15,7 @@ from torch import Tensor
 from imagefleet.files import contents
 from imagefleet.files.safetensors import Header
 from imagefleet.job.sizes import Size
-from imagefleet.validation import JSONObject
+from imagefleet.validation import JSONDict, JSONObject
 from worker.engine import checksums, text
 from worker.engine.families import reading
 from worker.engine.families.reading import ImageNoise
@@ -139,7 +139,7 @@ class Model:
         return int(self.unet.config.in_channels) - self.channels
 
     @property
-    def networks(self) -> dict[str, Any]:
+    def networks(self) -> JSONDict:
         return {self.family.backbone: self.unet}
 
     @property
@@ -386,12 +386,8 @@ def of_folder(unet: Config, text_encoder: Config) -> Family:
     if unet.get("num_class_embeds") is not None:
         return X4_UPSCALER
     if unet.get("addition_embed_type") is not None:
-        if text_encoder:
-            return SDXL
-        return REFINER
-    if text_encoder.get("hidden_act") == "gelu":
-        return SD2
-    return SD1
+        return SDXL if text_encoder else REFINER
+    return SD2 if text_encoder.get("hidden_act") == "gelu" else SD1
 
 
 def pipeline_of(model: Path) -> str:

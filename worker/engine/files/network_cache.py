@@ -53,13 +53,11 @@ class NetworkCache(Generic[Network]):
         self._device = device
         self._dtype = dtype
         self._problems = ReadOnce[str](MOST_CHECKED)  # "" for sound ones
-        self._read: LRUCache[Identity, Any] = LRUCache(_MOST_READ)
+        self._read = LRUCache[Identity, Any](_MOST_READ)
         # One at a time: each takes gigabytes meanwhile.
         self._reading = threading.Lock()
-        self._kept: OrderedDict[Identity, Network] = OrderedDict()
-        self._alive: weakref.WeakValueDictionary[Identity, Network] = (
-            weakref.WeakValueDictionary()
-        )
+        self._kept = OrderedDict[Identity, Network]()
+        self._alive = weakref.WeakValueDictionary[Identity, Network]()
         self._lock = threading.Lock()
 
     def load(self, identity: Identity) -> Any:
@@ -151,10 +149,12 @@ class NetworkCache(Generic[Network]):
         if self._device.type == "cuda":
             original.to(memory_format=torch.channels_last)
         network = self.finish(original, path)
-        if self._device.type == "cuda":
-            # Other streams use it from now on.
-            torch.cuda.current_stream(self._device).synchronize()
+        self._synchronize()  # other streams use it from now on
         return network
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
 
 def assign(network: Module, tensors: Tensors, dtype: torch.dtype) -> None:

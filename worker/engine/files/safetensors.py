@@ -245,9 +245,9 @@ def places(header: str, data_bytes: int) -> dict[str, Place]:
     return found
 
 
-def tensors_of(path: Path, identity: Identity) -> dict[str, Tensor]:
+def tensors_of(identity: Identity) -> Tensors:
     """A file's tensors by name, as views of one buffer."""
-    content = read(path, identity)
+    content = read(Path(identity[0]), identity)
     return {
         name: place.of(content.data)
         for name, place in places(content.header, len(content.data)).items()
@@ -267,10 +267,8 @@ def is_finite(tensor: Tensor) -> bool:
 
 def find_damaged(tensors: Tensors) -> str | None:
     """The name of the first tensor that holds NaN or infinity; None if none does."""
-    for name, tensor in tensors.items():
-        if not is_finite(tensor):
-            return name
-    return None
+    damaged = (name for name, tensor in tensors.items() if not is_finite(tensor))
+    return next(damaged, None)
 
 
 def refuse_damaged(tensors: Tensors) -> None:

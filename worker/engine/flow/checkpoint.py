@@ -55,7 +55,7 @@ class FlowCheckpoint(Model):
         return 0
 
     @property
-    def networks(self) -> dict[str, Any]:
+    def networks(self) -> JSONDict:
         return {self.family.backbone: self.unet, "vae": self.vae}
 
 
@@ -115,14 +115,15 @@ def load_checkpoint(
             )
     if is_int8:
         int8.quantise(transformer, family.in_int8)
-    placed = dict.fromkeys(networks, (device, dtype))
     advice = "" if is_int8 else "; try --precision int8"
-    sums = checkpoint.place(model, networks, placed, advice)
+    weight_sums = checkpoint.place(
+        model, networks, dict.fromkeys(networks, (device, dtype)), advice
+    )
     # FLUX.2's latents are patches of 2x2 of its VAE's.
     patch = 2 if isinstance(vae, AutoencoderKLFlux2) else 1
     factor = patch * checkpoint.vae_factor(vae)
     side = int(vae.config.sample_size)
-    encoder = text.encoder_name(folder, family.text)
+    has_encoder = prompts.has_encoder(folder, text.KIND)
     return FlowCheckpoint(
         name=model.resolve().name if model.is_dir() else model.stem,
         family=family,
@@ -133,8 +134,8 @@ def load_checkpoint(
         default_size=(side, side),
         factor=factor,
         text_width=width,
-        states_encoder=None if prompts.has_encoder(folder, text.KIND) else encoder,
-        weight_sums=sums,
+        states_encoder=None if has_encoder else text.encoder_name(folder, family.text),
+        weight_sums=weight_sums,
         is_int8=is_int8,
     )
 
@@ -144,7 +145,7 @@ def _read_transformer(model: Path, folder: Path, family: FlowFamily) -> Any:
     family.refuse(found)
     if model.is_dir():
         return reading.read_network(family.network, model / family.backbone)
-    with reading.named(str(model)):
+    with reading.named(model):
         weights = {
             key.removeprefix(_PREFIX): each for key, each in load_file(model).items()
         }

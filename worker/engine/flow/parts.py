@@ -99,9 +99,10 @@ class FlowPreparer(Preparer):
         encoder = own.states_encoder
         if encoder is None:
             return None
-        sizes = own.text_width, own.family.plain_tokens
         states = [
-            text_states.read(path, prompt, encoder, *sizes)
+            text_states.read(
+                path, prompt, encoder, own.text_width, own.family.plain_tokens
+            )
             for prompt, path in zip(prompts, paths or (None, None), strict=False)
         ]
         return torch.stack(states)
@@ -118,7 +119,7 @@ class FlowStager(LatentStager):
     ) -> None:
         super().__init__(checkpoint, ImageCoder(checkpoint.vae), caches)
         self._encoder = encoder
-        self._states: LRUCache[str, Tensor] = LRUCache(_STATES_KEPT)
+        self._states = LRUCache[str, Tensor](_STATES_KEPT)
 
     @torch.no_grad()
     def _encode_together(self, jobs: Iterable[SlotJob]) -> None:
@@ -142,8 +143,8 @@ class FlowStager(LatentStager):
         if prepared.states is not None:
             return self._copy(prepared.states).to(self._dtype), None, None
         self._encode_together([job])  # there may be more than are kept
-        states = [self._states[each] for each in prepared.prompts]
-        return torch.stack(states), None, None
+        states = torch.stack([self._states[each] for each in prepared.prompts])
+        return states, None, None
 
 
 def of_flow(checkpoint: FlowCheckpoint, settings: Settings) -> Parts:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from imagefleet.errors import JobError, SetupError
 from imagefleet.job import samplers
 from imagefleet.job.samplers import Options
+from imagefleet.validation import JSONDict
 from worker.engine.sampler import LATENTS, Move, Schedule, towards
 from worker.engine.samplers import schedule
 
@@ -28,7 +29,7 @@ USUAL_CONFIG = {
 }
 
 
-def check_config(config: dict[str, object], name: str) -> None:
+def check_config(config: JSONDict, name: str) -> None:
     """Raises SetupError for the configuration of another scheduler."""
     kind = config.get("_class_name", _SCHEDULER)
     if kind != _SCHEDULER or config.get("stochastic_sampling"):
@@ -41,7 +42,7 @@ def check_config(config: dict[str, object], name: str) -> None:
 def make_schedule(
     name: str,
     steps: int,
-    config: dict[str, object],
+    config: JSONDict,
     mu: float,
     options: Options,
     t_enc: int | None = None,
@@ -71,32 +72,28 @@ def make_schedule(
     for number, (sigma, following) in enumerate(itertools.pairwise(sigmas)):
         # In float32, as diffusers' pipeline divides it and its network multiplies it again.
         told = np.float32(1000) * (np.float32(sigma * 1000) / np.float32(1000))
-        move = Move(
-            float(sigma),
-            towards(float(following / sigma)),
-            finished=number,
-            estimate=(1.0, -float(sigma)),
-            timestep=float(told),
+        moves.append(
+            Move(
+                float(sigma),
+                towards(float(following / sigma)),
+                finished=number,
+                estimate=(1.0, -float(sigma)),
+                timestep=float(told),
+            )
         )
-        moves.append(move)
-    if not moves:
-        moves = [Move(0.0, LATENTS)]
     first = float(sigmas[0])
     return replace(
-        schedule.tabulate(moves, options),
+        schedule.tabulate(moves or [Move(0.0, LATENTS)], options),
         initial_scale=first,
         image_scale=0.0 if t_enc is None else 1.0 - first,
     )
 
 
-def make_sigmas(
-    steps: int, config: dict[str, object], mu: float
-) -> NDArray[np.float32]:
+def make_sigmas(steps: int, config: JSONDict, mu: float) -> NDArray[np.float32]:
     """The sigmas of so many steps and of their end, in float32."""
     if steps == 0:
         return np.zeros(1, np.float32)
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
-    even = np.linspace(1.0, 1 / steps, steps)
-    scheduler.set_timesteps(sigmas=even, mu=mu)
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
     found: NDArray[np.float32] = scheduler.sigmas.numpy()
     return found

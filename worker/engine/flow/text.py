@@ -114,15 +114,15 @@ class ChatEncoder(PromptEncoder):
 
     def _states(self, ids: Tensor, mask: Tensor) -> Tensor:
         embed = self._encoder.embed_tokens
-        words = embed(ids.to(embed.weight.device))
         output = self._encoder(
-            inputs_embeds=words.to(self._device),
+            inputs_embeds=embed(ids.to(embed.weight.device)).to(self._device),
             attention_mask=mask,
             output_hidden_states=True,
             use_cache=False,
         )
-        taken = [output.hidden_states[layer] for layer in self._layers]
-        states = torch.cat(taken, dim=-1)
+        states = torch.cat(
+            [output.hidden_states[layer] for layer in self._layers], dim=-1
+        )
         if self._rule.zeroes_padding:
             states *= mask.to(states)[..., None]
         return states

@@ -9,6 +9,7 @@ tenth of a tick.
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -246,9 +247,7 @@ class SlotChanges:
         self._blocks.clear()
         self._parts.clear()
         self._changed.clear()
-        for members in self._members.values():
-            for change in members:
-                change.down = change.up = None
+        self._leave_out()
         self.use_block(*self.block)
 
     def use_block(self, block: int, slots: int | None = None) -> None:
@@ -280,19 +279,15 @@ class SlotChanges:
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
         """The block sees layers as they are before any job changes convolutions."""
-        held = [
-            (change, change.down, change.up)
-            for members in self._members.values()
-            for change in members
-        ]
-        for change, _, _ in held:
-            change.down = change.up = None
+        self._leave_out()
         try:
             yield
         finally:
-            for change, down, up in held:
-                change.down = down
-                change.up = up
+            self.use_block(*self.block)
+
+    def _leave_out(self) -> None:
+        for change in itertools.chain.from_iterable(self._members.values()):
+            change.down = change.up = None
 
     def load(self, slot: int, changes: Mapping[Shape, Factors]) -> None:
         """Sets a slot's changes, asynchronously; there must be room."""

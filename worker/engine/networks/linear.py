@@ -18,7 +18,7 @@ from torch.nn import Module
 from imagefleet.errors import SetupError
 from worker.engine.files import safetensors
 from worker.engine.lora.file import Layer, adaptable, adaptable_layers
-from worker.engine.lora.merge import Group, StackedChange
+from worker.engine.lora.merge import Group, Groups, StackedChange
 
 #: The most bytes of one tensor with weights for all slots. Of SDXL's shapes the largest would take
 #: 25 GB; see "SDXL" in benchmarks/engine-notes.md.
@@ -28,6 +28,10 @@ _MAX_PART_BYTES = 2**31
 #: are: the places of layers in a part are compiled in, and how many slots fit is not the same on
 #: each node.
 _MOST_SLOTS = 32
+
+
+#: A job's changes of layers, by their group.
+GroupChanges = Mapping[Group, StackedChange]
 
 
 class SlotLinear(Module):
@@ -94,9 +98,9 @@ class WeightStack:
         """Uses the first *slots* of another block's weights, allocated at its first use."""
         if block not in self._blocks:
             held = self._slots[min(block, len(self._slots) - 1)]
-            shapes = [self.shared[_whole(part)].shape for part in self._parts]
             self._blocks[block] = [
-                self.shared.new_zeros((held, *each)) for each in shapes
+                self.shared.new_zeros((held, *self.shared[_whole(part)].shape))
+                for part in self._parts
             ]
         self._own = self._blocks[block]
         for part, own in zip(self._parts, self._own, strict=True):
@@ -150,7 +154,7 @@ class ReloadedStack:
             linear.slots = linear.weight[None]
 
     @property
-    def own(self) -> dict[str, Tensor]:
+    def own(self) -> safetensors.Tensors:
         """The slot's weights [out, in], by path."""
         return dict(zip(self.paths, self._own, strict=True))
 
@@ -242,7 +246,7 @@ def join_biases(layers: Iterable[Layer]) -> Tensor | None:
     return joined
 
 
-def group_by_shape(network: Module) -> dict[Group, list[str]]:
+def group_by_shape(network: Module) -> Groups:
     """Paths of a network's weights that LoRAs can change, by shape; vectors count as [out, 1]."""
     groups: dict[Group, list[str]] = {}
     for path, parameter in adaptable(network).items():
@@ -274,7 +278,7 @@ class TextEncoderLoras:
         self._originals: dict[Group, Tensor] = {}
 
     @contextlib.contextmanager
-    def merged(self, changes: Mapping[Group, StackedChange]) -> Iterator[None]:
+    def merged(self, changes: GroupChanges) -> Iterator[None]:
         """Restores the weights from a copy: subtracting a change would leave its rounding."""
         for group in changes.keys() - self._originals.keys():
             self._originals[group] = self._weights[group].clone()

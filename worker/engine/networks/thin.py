@@ -78,9 +78,8 @@ class ThinNetwork(SlotNetwork):
             {self._paths[each]: each for each in of_prompt}
         )
         self.context_width = self.prompt_layers.width
-        changes = [each for each in self.modules() if isinstance(each, LowRankChange)]
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        self.changes = SlotChanges(changes, like)
+        self.changes = SlotChanges(self.find(LowRankChange), like)
         self._paths = {}
 
 

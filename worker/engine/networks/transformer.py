@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
@@ -12,25 +12,26 @@ from torch.nn import Module, ModuleList
 
 from imagefleet.errors import SetupError
 from imagefleet.job.prompt import MAX_SUBPROMPTS
-from worker.engine.kernels.layers import (
-    Upsampler,
-    gate,
-)
+from worker.engine.kernels.layers import Upsampler, gate
 from worker.engine.lora.file import Layer
-from worker.engine.lora.merge import TEMPORARY_BYTES, Group, LoraChanges, StackedChange
+from worker.engine.lora.merge import TEMPORARY_BYTES, Group, Groups, LoraChanges
 from worker.engine.networks.convolution import SlotChanges
 from worker.engine.networks.linear import (
+    GroupChanges,
     ReloadedStack,
     SlotLinear,
     WeightStack,
     stack_by_shape,
 )
+from worker.engine.sampler import Limit
 from worker.engine.slots.memory import SlotWeights
 
 UNKNOWN_UNET = (
     "this UNet is not of Stable Diffusion's architecture, the only one supported"
 )
 
+
+Kind = TypeVar("Kind", bound=Module)
 
 #: The paths of a network's modules, by which LoRAs name them.
 ModulePaths = Mapping[Module, str]
@@ -83,7 +84,7 @@ class PromptLayers:
     def compute(
         self,
         vectors: Tensor,
-        changes: Mapping[Group, StackedChange],
+        changes: GroupChanges,
         out: Tensor | None = None,
     ) -> Tensor:
         """The outputs [rows, tokens, width] of vectors [rows, tokens, text width].
@@ -312,7 +313,7 @@ class SlotNetwork(Module):
     #: Numbers that the cross-attentions take of each token.
     context_width: int
     #: Limits estimates of images in pixels.
-    limit: Callable[[Tensor], Tensor] | None = None
+    limit: Limit | None = None
     #: Number of values the network takes beside the timestep; 0 if it takes none.
     added_width: int
     #: Most rows of a slot in `added`: 1 unless each prompt of a slot has one of its own.
@@ -333,8 +334,12 @@ class SlotNetwork(Module):
         #: Embeds what a network takes beside the timestep, if it takes anything.
         self.added: Module | None = None
 
+    def find(self, kind: type[Kind]) -> list[Kind]:
+        """The modules of a kind, in the network's order."""
+        return [module for module in self.modules() if isinstance(module, kind)]
+
     @property
-    def groups(self) -> dict[Group, list[str]]:
+    def groups(self) -> Groups:
         """The paths of the layers that slots can hold weights of, by group."""
         stacks = {**self._stacks, **self.prompt_layers.stacks}
         return {group: stack.paths for group, stack in stacks.items()}
@@ -344,7 +349,7 @@ class SlotNetwork(Module):
         self,
         vectors: Tensor,
         added: tuple[Tensor, ...] | None,
-        changes: Mapping[Group, StackedChange],
+        changes: GroupChanges,
         context: Tensor,
         added_rows: Tensor | None,
     ) -> None:

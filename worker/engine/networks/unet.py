@@ -72,12 +72,8 @@ class SlotEncoder(SlotNetwork):
 
     def _join(self, paths: ModulePaths, *, saves_memory: bool = False) -> None:
         """Makes one product each of what all layers compute of the time and of the prompt."""
-        crosses = [
-            module for module in self.modules() if isinstance(module, CrossAttention)
-        ]
-        self.time_projections = _TimeProjections(
-            [module for module in self.modules() if isinstance(module, _Resnet)], paths
-        )
+        crosses = self.find(CrossAttention)
+        self.time_projections = _TimeProjections(self.find(_Resnet), paths)
         layers = [layer for cross in crosses for layer in (cross.to_k, cross.to_v)]
         of_prompt = PromptLayers(
             {paths[each]: each for each in layers}, saves_memory=saves_memory
@@ -131,20 +127,15 @@ class SlotUnet(SlotEncoder):
         self.up = ModuleList(_Up(block, paths) for block in unet.up_blocks)
         self.norm_out = unet.conv_norm_out
         self.conv_out = _conv(paths, unet.conv_out)
-        linears = [
-            module for module in self.modules() if isinstance(module, SlotLinear)
-        ]
+        linears = self.find(SlotLinear)
         if weights == "reloaded":
             self._stacks = stack_by_shape(ReloadedStack, "slots", linears)
         else:
             self._stacks = stack_by_shape(WeightStack, "slots", linears)
         self._join(paths, saves_memory=weights != "merged")
-        self._upsamplers = [
-            module for module in self.modules() if isinstance(module, Upsampler)
-        ]
+        self._upsamplers = self.find(Upsampler)
         self.changes = SlotChanges(
-            (module for module in self.modules() if isinstance(module, LowRankChange)),
-            unet.conv_out.weight.detach(),
+            self.find(LowRankChange), unet.conv_out.weight.detach()
         )
 
     def forward(

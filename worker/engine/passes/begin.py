@@ -77,11 +77,8 @@ class PreparedImage:
         if self.masked_content == "latent nothing":
             return latents * kept
         settings = Noise(source=request.noise.source)
-        channels, height, width = latents.shape
         seed = request.seed if request.fill_seed is None else request.fill_seed
-        stream = NoiseStream(
-            seed, (channels, height, width), settings, factor=1, draws=0
-        )
+        stream = NoiseStream(seed, latents.shape, settings, factor=1, draws=0)
         return latents * kept + stream.first().to(latents.device) * (1 - kept)
 
 
@@ -131,9 +128,8 @@ class LowResolution:
 
     def with_noise(self, drawn: Tensor) -> Tensor:
         """The image with noise of variance 1 that was *drawn*."""
-        levels = torch.tensor([self.level])
         noisy: Tensor = self.noise.scheduler.add_noise(
-            self.image[None], drawn[None], levels
+            self.image[None], drawn[None], torch.tensor([self.level])
         )
         return noisy[0]
 
@@ -195,8 +191,7 @@ def prepare_enlarged(
             f" denoising_strength of {noise.max_level / noise.timesteps:g}; usual are {_USUAL:g}"
             f" and, after DeepFloyd IF, {_OF_CASCADE:g}"
         )
-    levels = levels_of(init.pixels)[0] / 255
-    return LowResolution(levels * 2 - 1, noise, level)
+    return LowResolution(levels_of(init.pixels)[0] / 255 * 2 - 1, noise, level)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -243,8 +238,8 @@ def control_weights(
     between *start* and *end* times all steps of the pass, both included. diffusers compares other
     numbers, and so may differ by a step.
     """
-    shares = [done / max(1, steps) for done in finished]
+    most = max(1, steps)
     return tuple(
-        control.weight if control.start <= share <= control.end else 0.0
-        for share in shares
+        control.weight if control.start <= done / most <= control.end else 0.0
+        for done in finished
     )

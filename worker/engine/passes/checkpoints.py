@@ -24,7 +24,7 @@ from worker.engine.checkpoint import Checkpoint
 from worker.engine.control.cache import ControlNets
 from worker.engine.families import table
 from worker.engine.files.network_cache import MOST_CHECKED, NetworkCache
-from worker.engine.files.safetensors import ReadOnce
+from worker.engine.files.safetensors import ReadOnce, Tensors
 from worker.engine.kernels import layers
 from worker.engine.networks.linear import TextEncoderLoras
 from worker.engine.networks.unet import SlotUnet
@@ -72,7 +72,7 @@ class CachedCheckpoint:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        weights: dict[str, Tensor] | None = None,
+        weights: Tensors | None = None,
         unet: SlotUnet | None = None,
     ) -> None:
         """*weights* are its UNet's in the host's memory, of the architecture of the engine's."""
@@ -96,7 +96,8 @@ class CachedCheckpoint:
         owns = dict(unet.named_parameters())
         largest = {own.device: own for own in sorted(owns.values(), key=_extent)}
         rooms = {device: own.new_empty(_extent(own)) for device, own in largest.items()}
-        for own, other in ((own, self._weights[name]) for name, own in owns.items()):
+        for name, own in owns.items():
+            other = self._weights[name]
             room = rooms[own.device][: _extent(own)]
             kept = room.as_strided(own.shape, own.stride())
             kept.copy_(own)
@@ -109,7 +110,7 @@ class CheckpointCache(NetworkCache[CachedCheckpoint]):
 
     def __init__(self, own: Checkpoint, read: Read, *, has_own_layers: bool) -> None:
         super().__init__("checkpoint", own.unet.device, own.unet.dtype)
-        self._read: LRUCache[Identity, Any] = LRUCache(1)  # each takes gigabytes
+        self._read = LRUCache[Identity, Any](1)  # each takes gigabytes
         self._own = own
         self._read_file = read
         self._has_own_layers = has_own_layers
@@ -182,10 +183,12 @@ class CheckpointCache(NetworkCache[CachedCheckpoint]):
                 own_unet.fold()
             return CachedCheckpoint(checkpoint, unet=own_unet)
         read = dict(checkpoint.unet.named_parameters())
-        unet = {}
-        for name, own in self._own.unet.named_parameters():
-            unet[name] = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda)
-            unet[name].copy_(read.pop(name))
+        unet = {
+            name: torch.empty_like(own, device="cpu", pin_memory=own.is_cuda).copy_(
+                read.pop(name)
+            )
+            for name, own in self._own.unet.named_parameters()
+        }
         checkpoint.unet.to("meta")
         return CachedCheckpoint(checkpoint, unet)
 

@@ -42,7 +42,7 @@ class ImageCoder:
         #: Network that computes: the VAE, or a copy of it in float32.
         self._vae = vae
         self.size_bytes = sum(each.nbytes for each in vae.parameters())
-        self._known: LRUCache[object, Tensor] = LRUCache(_REMEMBERED)
+        self._known = LRUCache[object, Tensor](_REMEMBERED)
 
     @functools.cached_property
     def tiling(self) -> ImageCoder:
@@ -144,9 +144,7 @@ class Vaes(NetworkCache[ImageCoder]):
     def load(self, identity: Identity) -> AutoencoderKL:
         found = {  # in whole checkpoints, with a prefix
             name.removeprefix("first_stage_model.").removeprefix("vae."): tensor
-            for name, tensor in safetensors.tensors_of(
-                Path(identity[0]), identity
-            ).items()
+            for name, tensor in safetensors.tensors_of(identity).items()
             if not name.startswith(_OF_TRAINING)
         }
         network = reading.build(AutoencoderKL, self._config)
@@ -157,8 +155,7 @@ class Vaes(NetworkCache[ImageCoder]):
                 raise UnusableError(
                     f"is no VAE of this model: {reading.brief(error)}"
                 ) from error
-        dtype = torch.float32 if self._overflows else self._dtype
-        assign(network, found, dtype)
+        assign(network, found, torch.float32 if self._overflows else self._dtype)
         if self._overflows:
             checkpoint.scale_down(network)
         loaded: AutoencoderKL = nn.Module.to(network, dtype=self._dtype)

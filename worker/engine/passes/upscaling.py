@@ -88,10 +88,12 @@ class Upscaling:
             raise RuntimeError("this upscaler is for images")
         mode, antialias = self.latent_mode
         width, height = self.size
-        sides = height // factor, width // factor
-        return F.interpolate(latents[None], size=sides, mode=mode, antialias=antialias)[
-            0
-        ]
+        return F.interpolate(
+            latents[None],
+            size=(height // factor, width // factor),
+            mode=mode,
+            antialias=antialias,
+        )[0]
 
     def enlarge_pixels(self, pixels: Pixels) -> Pixels:
         width, height = self.size
@@ -102,7 +104,7 @@ class Upscaling:
                 for side in pixels.shape[1::-1]
             )
             pixels = _apply(self.enlarge, pixels, scale, *aligned)
-        return _resize(pixels, width, height, Resampling.LANCZOS)
+        return _resize(pixels, width, height)
 
     def crop(self, latents: Tensor, factor: int) -> Tensor:
         """Cuts latents [4, height, width] of the size down to the target.
@@ -124,15 +126,16 @@ def enlarge(pixels: Pixels, upscale: Upscale, upscalers: Sequence[Enlarge]) -> P
     """
     height, width = pixels.shape[:2]
     is_smaller = width < upscale.whole[0] or height < upscale.whole[1]
-    found = []
-    for upscaler in upscalers:
-        if is_smaller or upscale.scale == 1:
-            found.append(_apply(upscaler, pixels, upscale.scale, *upscale.whole))
-        else:
-            found.append(_resize(pixels, *upscale.whole, Resampling.LANCZOS))
-    image = Image.fromarray(found[0])
-    for other in found[1:]:
-        image = Image.blend(image, Image.fromarray(other), upscale.blend)
+    if is_smaller or upscale.scale == 1:
+        found = [
+            _apply(upscaler, pixels, upscale.scale, *upscale.whole)
+            for upscaler in upscalers
+        ]
+    else:
+        found = [_resize(pixels, *upscale.whole)]
+    image, *others = map(Image.fromarray, found)
+    for other in others:
+        image = Image.blend(image, other, upscale.blend)
     left, upper = (
         whole // 2 - kept // 2
         for whole, kept in zip(
@@ -167,10 +170,15 @@ def _apply(
             pixels.shape[0] >= height and pixels.shape[1] >= width
         ):
             break
-    return _resize(pixels, width, height, Resampling.LANCZOS)
+    return _resize(pixels, width, height)
 
 
-def _resize(pixels: Pixels, width: int, height: int, resampling: Resampling) -> Pixels:
+def _resize(
+    pixels: Pixels,
+    width: int,
+    height: int,
+    resampling: Resampling = Resampling.LANCZOS,
+) -> Pixels:
     if pixels.shape[:2] == (height, width):
         return pixels
     return np.asarray(Image.fromarray(pixels).resize((width, height), resampling))
@@ -309,8 +317,7 @@ class Upscaler:
         Raises TransientError if the memory is too short even for small tiles, and NodeError if the
         GPU itself is broken.
         """
-        enlarged = None
-        while enlarged is None:
+        while True:
             try:
                 enlarged = in_tiles(
                     self._run,
@@ -319,13 +326,16 @@ class Upscaler:
                     self._tile,
                     averaged=self._is_averaged,
                 )
-                continue
             except Exception as error:
                 if (
                     not engine_errors.is_out_of_memory(error)
                     or self._tile <= LEAST_TILE
                 ):
                     raise engine_errors.classify(error) from error
+            else:
+                # Others' need of memory comes and goes.
+                self._tile = min(2 * self._tile, self._usual_tile)
+                return enlarged
             # Outside the handler, where the error's traceback no longer holds any tensors.
             self._tile //= 2
             torch.cuda.empty_cache()
@@ -336,9 +346,6 @@ class Upscaler:
                     f" {self._tile} pixels",
                     action="upscaler_tiles",
                 )
-        # Others' need of memory comes and goes.
-        self._tile = min(2 * self._tile, self._usual_tile)
-        return enlarged
 
     @torch.inference_mode()
     def _run(self, tile: Pixels) -> NDArray[np.float32]:
@@ -401,16 +408,15 @@ class UpscalerCache:
 
 def read_upscaler(identity: Identity, device: torch.device) -> Upscaler:
     """Reads and checks a file, for `safetensors.named`; raises JobError without spandrel."""
-    path = Path(identity[0])
+    name = Path(identity[0]).stem
     try:
         spandrel = import_spandrel()
     except ImportError as error:
         raise JobError(
-            f"the upscaler {path.stem!r} needs what `pip install '.[upscalers]'` installs ({error})"
+            f"the upscaler {name!r} needs what `pip install '.[upscalers]'` installs ({error})"
         ) from error
     tensors = {
-        key: each.float()
-        for key, each in safetensors.tensors_of(path, identity).items()
+        key: each.float() for key, each in safetensors.tensors_of(identity).items()
     }
     safetensors.refuse_damaged(tensors)
     tensors = spandrel.canonicalize_state_dict(tensors)
@@ -424,11 +430,8 @@ def read_upscaler(identity: Identity, device: torch.device) -> Upscaler:
         raise UnusableError(
             f"has tensors that do not fit its architecture ({error})"[:300]
         ) from (error)
-    channels = (network.input_channels, network.output_channels)
-    if not isinstance(network, spandrel.ImageModelDescriptor) or channels != (
-        _RGB,
-        _RGB,
-    ):
+    channels = {network.input_channels, network.output_channels}
+    if not isinstance(network, spandrel.ImageModelDescriptor) or channels != {_RGB}:
         raise UnusableError(
             f"is {network.architecture.name}, which does not enlarge RGB images"
         )
@@ -436,7 +439,7 @@ def read_upscaler(identity: Identity, device: torch.device) -> Upscaler:
         raise UnusableError(
             f"is {network.architecture.name}, which works on whole images only"
         )
-    return Upscaler(path.stem, network, device)
+    return Upscaler(name, network, device)
 
 
 def import_spandrel() -> Any:

@@ -110,8 +110,11 @@ def _check_architecture(folder: Path, unet: Any, *, upscales: bool) -> None:
         f"{key} is {own[key]!r}" for key, value in expected.items() if own[key] != value
     ]
     blocks = (*own.down_block_types, *own.up_block_types)
-    known = ("Resnet", "SimpleCrossAttn")
-    others += [f"it has a {each}" for each in blocks if not each.startswith(known)]
+    others += [
+        f"it has a {each}"
+        for each in blocks
+        if not each.startswith(("Resnet", "SimpleCrossAttn"))
+    ]
     if not isinstance(own.sample_size, int):
         others.append("sample_size is no number")
     if others:

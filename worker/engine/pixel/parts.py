@@ -42,9 +42,11 @@ class StagePreparer(Preparer):
 
     def prepare(self, request: ImageRequest) -> PreparedRequest:
         self._refuse_unsupported(request)
-        noise = self._checkpoint.noise
         schedule = schedules.make_schedule(
-            request.sampler, request.steps, noise, request.sampler_options
+            request.sampler,
+            request.steps,
+            self._checkpoint.noise,
+            request.sampler_options,
         )
         weight = (
             request.prompt.weights[0] if isinstance(request.prompt, Prompt) else 1.0

@@ -9,7 +9,7 @@ of them, in float32 in the order of diffusers' `DDPMScheduler`.
 import copy
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -21,7 +21,8 @@ from torch import Tensor
 from imagefleet.errors import JobError, SetupError
 from imagefleet.job import samplers
 from imagefleet.job.samplers import Options
-from worker.engine.sampler import ESTIMATES, LATENTS, Move, Schedule
+from imagefleet.validation import JSONObject
+from worker.engine.sampler import ESTIMATES, LATENTS, Limit, Move, Schedule
 from worker.engine.samplers import schedule
 
 DDPM = "ddpm"
@@ -45,7 +46,7 @@ _KNOWN: Mapping[str, Sequence[str]] = {
 _LEAST_VARIANCE = 1e-20
 
 
-def read_scheduler(config: Mapping[str, object], name: str) -> DDPMScheduler:
+def read_scheduler(config: JSONObject, name: str) -> DDPMScheduler:
     """The scheduler of a configuration; SetupError for a kind that is not known."""
     scheduler = DDPMScheduler.from_config(dict(config))
     own = {"_class_name": "DDPMScheduler", **scheduler.config, **config}
@@ -58,7 +59,7 @@ def read_scheduler(config: Mapping[str, object], name: str) -> DDPMScheduler:
     return scheduler
 
 
-def limit_of(scheduler: DDPMScheduler) -> Callable[[Tensor], Tensor] | None:
+def limit_of(scheduler: DDPMScheduler) -> Limit | None:
     """Function that clips or thresholds an estimate; None for no limit."""
     own = scheduler.config
     if own.thresholding:
@@ -92,9 +93,12 @@ def make_schedule(
             f"{known.title} does not work on pixels; use"
             f" {', '.join(samplers.titles(True))}"
         )
-    alphas = noise.alphas_cumprod.double()
     return schedule.make_schedule(
-        name, steps, alphas, noise.config.prediction_type, options
+        name,
+        steps,
+        noise.alphas_cumprod.double(),
+        noise.config.prediction_type,
+        options,
     )
 
 
@@ -102,8 +106,9 @@ def _ddpm(timesteps: Sequence[int], noise: DDPMScheduler) -> Schedule:
     moves = [
         _ddpm_move(at, following, noise) for at, following in pairwise([*timesteps, -1])
     ]
-    made = schedule.tabulate(moves, samplers.DEFAULT_OPTIONS)
-    return replace(made, initial_scale=1.0)
+    return replace(
+        schedule.tabulate(moves, samplers.DEFAULT_OPTIONS), initial_scale=1.0
+    )
 
 
 def _ddpm_move(at: int, following: int, noise: DDPMScheduler) -> Move:
@@ -124,8 +129,7 @@ def _ddpm_move(at: int, following: int, noise: DDPMScheduler) -> Move:
     if at == 0:
         return move
     small = torch.clamp(next_rest / rest * beta, min=_LEAST_VARIANCE).log()
-    logs = float(small), float(beta.log())
-    return move._replace(noise=1.0, variance_logs=logs)
+    return move._replace(noise=1.0, variance_logs=(float(small), float(beta.log())))
 
 
 def threshold(images: Tensor, limit: float, share: float) -> Tensor:

@@ -61,8 +61,10 @@ def content(prompt: str, encoder: str, states: torch.Tensor) -> bytes:
     if CHAT_MARK in encoder:
         rounded, scales = int8.round_rows(states)
         tensors = {_TENSOR: rounded, _SCALES: scales}
-    contiguous = {name: each.contiguous() for name, each in tensors.items()}
-    data: bytes = save(contiguous, _metadata(prompt, encoder))
+    data: bytes = save(
+        {name: each.contiguous() for name, each in tensors.items()},
+        _metadata(prompt, encoder),
+    )
     return data
 
 

@@ -4,7 +4,6 @@ Of the 77 text states [4096] each call of diffusers' UNet makes a pooled vector,
 the embedded timestep, and the keys and values of every attention. None of it depends on the step.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from worker.engine.networks.transformer import (
     repeat_rows,
     split_heads,
 )
+from worker.engine.sampler import Limit
 
 
 class TextAttention(nn.Module):
@@ -37,10 +37,10 @@ class TextAttention(nn.Module):
 
     def text_columns(self, states: Tensor) -> Tensor:
         """Keys and values [rows, tokens, 2 * width] of encoded text [rows, tokens, text width]."""
-        if self.original.norm_cross:
-            states = self.original.norm_encoder_hidden_states(states)
-        columns = [self.original.add_k_proj(states), self.original.add_v_proj(states)]
-        return torch.cat(columns, dim=-1)
+        own = self.original
+        if own.norm_cross:
+            states = own.norm_encoder_hidden_states(states)
+        return torch.cat([own.add_k_proj(states), own.add_v_proj(states)], dim=-1)
 
     def forward(
         self,
@@ -72,7 +72,7 @@ class PixelUnet(SlotNetwork):
     def __init__(
         self,
         unet: UNet2DConditionModel,
-        limit: Callable[[Tensor], Tensor] | None = None,
+        limit: Limit | None = None,
         *,
         is_compiled: bool = False,
     ) -> None:

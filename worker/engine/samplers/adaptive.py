@@ -9,14 +9,15 @@ k-diffusion's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from imagefleet.job.samplers import Options
-from worker.engine.sampler import BEFORE, Move
+from worker.engine.sampler import BEFORE, Draw, Move
+from worker.engine.samplers.brownian import Interval
 from worker.engine.samplers.by_sigma import ancestral, bend, solver_step
 
 _ABSOLUTE = 0.0078
@@ -48,7 +49,7 @@ class Try:
         return math.log(self.sigma / self.last) <= _TINY
 
     @property
-    def _ends(self) -> tuple[float, float]:
+    def _ends(self) -> Interval:
         """The sigma of the step's end, and the one below it that noise then raises to it."""
         end = max(self.last, self.sigma * math.exp(-self.length))
         down, _ = ancestral(self.sigma, end, self.options)
@@ -60,12 +61,7 @@ class Try:
         for move in (first, second, third._replace(latents=BEFORE)):
             yield move._replace(finished=self.number - 1)
 
-    def finish(
-        self,
-        latents: Tensor,
-        history: Tensor,
-        draw: Callable[[Tensor], None],
-    ) -> Try:
+    def finish(self, latents: Tensor, history: Tensor, draw: Draw) -> Try:
         """Takes the step or goes back, in place, and returns the next try.
 
         *latents* [4, height, width] and *history* [HISTORY, 4, height, width] are as the third call
@@ -96,7 +92,6 @@ class Try:
         if self.options.eta != 0:
             drawn = torch.empty(latents.shape)
             draw(drawn)
-            up = math.sqrt(max(0.0, end**2 - down**2))
-            high += up * drawn.to(high.device)
+            high += math.sqrt(max(0.0, end**2 - down**2)) * drawn.to(high.device)
         latents.copy_(high)
         return replace(following, sigma=end, before=low)

@@ -32,6 +32,13 @@ _WORD = 0xFFFFFFFF
 
 _Numbers = npt.NDArray[np.float32]
 
+#: Two ends, such as the sigmas that a step begins and ends at.
+Interval = tuple[float, float]
+
+
+#: Parts of intervals: the interval's number, and the part's ends.
+_Parts = Sequence[tuple[int, float, float]]
+
 
 class _Node(NamedTuple):
     """A node of the tree: its ends, its place, and the motion's increment over it."""
@@ -41,15 +48,15 @@ class _Node(NamedTuple):
     place: int
     depth: int
     increment: _Numbers
-    #: The parts of intervals in it: the interval's number, and the part's ends.
-    wanted: Sequence[tuple[int, float, float]]
+    #: The parts of intervals in it.
+    wanted: _Parts
 
 
 class BrownianTree:
     """One image's Brownian motion between two sigmas."""
 
     def __init__(
-        self, seed: int, span: tuple[float, float], draw: Callable[[int], Tensor]
+        self, seed: int, span: Interval, draw: Callable[[int], Tensor]
     ) -> None:
         """*span*: the smallest and the largest sigma; *draw* makes normal noise from a seed."""
         sequence = np.random.SeedSequence(seed, pool_size=_POOL_SIZE)
@@ -58,10 +65,9 @@ class BrownianTree:
         self._start, self._end = (round(sigma, _DIGITS) for sigma in span)
         (first_word,) = sequence.generate_state(1)
         deviation = math.sqrt(span[1] - span[0])
-        whole = draw(int(first_word)) * deviation
-        self._whole: _Numbers = whole.numpy()
+        self._whole: _Numbers = (draw(int(first_word)) * deviation).numpy()
 
-    def noise(self, intervals: Sequence[tuple[float, float]]) -> list[Tensor]:
+    def noise(self, intervals: Sequence[Interval]) -> list[Tensor]:
         """The increments from a sigma down to a following one, each scaled to variance 1.
 
         Intervals that are asked for together share what is drawn on the way to their ends.
@@ -95,9 +101,7 @@ class BrownianTree:
             noise.append(torch.from_numpy(increment))
         return noise
 
-    def _split(
-        self, node: _Node, inside: Sequence[tuple[int, float, float]]
-    ) -> list[_Node]:
+    def _split(self, node: _Node, inside: _Parts) -> list[_Node]:
         """The right and the left half, if anything is wanted of it; the node's array is used up."""
         start, end, place, depth, increment, _ = node
         middle = round(0.5 * (end + start), _DIGITS)

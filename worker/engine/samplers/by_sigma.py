@@ -15,6 +15,7 @@ from torch import Tensor
 
 from imagefleet.job.samplers import Options
 from worker.engine.sampler import BEFORE, ESTIMATES, LATENTS, Combination, Move, towards
+from worker.engine.samplers.brownian import Interval
 
 Sigmas = Sequence[float]
 #: The calls of one step.
@@ -75,19 +76,21 @@ def _with_churn(sigmas: Sigmas, options: Options) -> _Intervals:
         yield hat, following, noise
 
 
-def ancestral(sigma: float, following: float, options: Options) -> tuple[float, float]:
-    """The sigma that a step goes down to, and the noise that raises it to the following one."""
+def ancestral(
+    sigma: float, following: float, options: Options
+) -> tuple[float, float | None]:
+    """The sigma that a step goes down to, and the noise that follows on it, if any."""
     eta = 1.0 if options.eta is None else options.eta
     ratio = following / sigma
     up = min(following, eta * following * math.sqrt(1 - ratio**2))
-    return math.sqrt(following**2 - up**2), up
+    return math.sqrt(following**2 - up**2), options.s_noise * up or None
 
 
 def _ancestral(sigmas: Sigmas, options: Options) -> _Intervals:
     """Each step down, with the noise that raises its end to the following sigma."""
     for sigma, following in pairwise(sigmas):
-        down, up = ancestral(sigma, following, options)
-        yield sigma, down, options.s_noise * up or None
+        down, noise = ancestral(sigma, following, options)
+        yield sigma, down, noise
 
 
 def _to_image(sigmas: Sigmas, _: Options) -> _Intervals:
@@ -119,19 +122,17 @@ def _midpoint_step(sigma: float, following: float, noise: float | None) -> _Step
 
 def _dpmpp_2s_step(sigma: float, following: float, noise: float | None) -> _Step:
     middle = math.sqrt(sigma * following)
-    ratio = following / sigma
     return [
         Move(sigma, towards(middle / sigma)),
-        Move(middle, ratio * BEFORE + (1 - ratio) * NEW, noise),
+        Move(middle, towards(following / sigma, BEFORE), noise),
     ]
 
 
 def _in_steps(
-    sigmas: Sigmas,
-    options: Options,
-    *,
     intervals: Callable[[Sigmas, Options], _Intervals],
     step: Callable[[float, float, float | None], _Step],
+    sigmas: Sigmas,
+    options: Options,
 ) -> _Steps:
     """The same *step* over each of the *intervals*, but Euler's to sigma 0."""
     for sigma, following, noise in intervals(sigmas, options):
@@ -147,13 +148,10 @@ def _dpmpp_sde(sigmas: Sigmas, options: Options) -> _Steps:
         start, end = (-torch.tensor(each).log() for each in (sigma, following))
         times = (start, start + (end - start) / 2, end)
         start_sigma, middle, end_sigma = (float(time.neg().exp()) for time in times)
-        down, up = ancestral(sigma, middle, options)
-        noise = options.s_noise * up or None
+        down, noise = ancestral(sigma, middle, options)
         first = Move(sigma, towards(down / sigma), noise, (start_sigma, middle))
-        down, up = ancestral(sigma, following, options)
-        noise = options.s_noise * up or None
-        ratio = down / sigma
-        latents = ratio * BEFORE + (1 - ratio) * NEW
+        down, noise = ancestral(sigma, following, options)
+        latents = towards(down / sigma, BEFORE)
         yield first, Move(middle, latents, noise, (start_sigma, end_sigma))
 
 
@@ -163,13 +161,12 @@ def _dpmpp_2m(sigmas: Sigmas, _: Options) -> _Steps:
         ratio = following / sigma
         move = towards(ratio)
         if at > 0 and following > 0:
-            length_before = math.log(sigmas[at - 1] / sigma)
-            last = length_before / math.log(sigma / following)
+            last = math.log(sigmas[at - 1] / sigma) / math.log(sigma / following)
             move = move + (1 - ratio) / (2 * last) * (NEW - LAST)
         yield [Move(sigma, move)]
 
 
-def _dpmpp_multistep_sde(sigmas: Sigmas, options: Options, *, bend: _Bend) -> _Steps:
+def _dpmpp_multistep_sde(bend: _Bend, sigmas: Sigmas, options: Options) -> _Steps:
     """The SDE's first order steps, which *bend* corrects by the estimates of earlier ones.
 
     The length of a step is h in log sigma, and h + eta h with noise.
@@ -228,8 +225,9 @@ def _lms(sigmas: Sigmas, _: Options) -> _Steps:
         places = sigma + half * (points + 1)
         latents = LATENTS
         for this, estimate in zip(known, ESTIMATES, strict=False):
-            others = [other for other in known if other != this]
-            factors = [(places - other) / (this - other) for other in others]
+            factors = [
+                (places - other) / (this - other) for other in known if other != this
+            ]
             basis = np.prod([points**0, *factors], axis=0)
             latents = latents + half * (weights @ basis) * estimate
         yield [Move(sigma, latents)]
@@ -243,12 +241,9 @@ def _dpm_fast(sigmas: Sigmas, options: Options) -> _Steps:
     if not sigmas:
         return
     smallest = sigmas[-1]
-    calls = len(sigmas) - 1
-    count = calls // 3 + 1
-    rest = calls % 3
-    last_orders = [rest] if rest else [2, 1]
-    orders = [3] * (count - len(last_orders)) + last_orders
-    places = np.linspace(math.log(sigmas[0]), math.log(smallest), count + 1)
+    whole, rest = divmod(len(sigmas) - 1, 3)
+    orders = [3] * whole + [rest] if rest else [3] * (whole - 1) + [2, 1]
+    places = np.linspace(math.log(sigmas[0]), math.log(smallest), whole + 2)
     ends = map(math.exp, places)
     for order, (sigma, following) in zip(orders, pairwise(ends), strict=False):
         down, _ = ancestral(sigma, following, options)
@@ -299,7 +294,7 @@ def _restart(sigmas: Sigmas, _: Options) -> _Intervals:
         yield sigma, following, noise
 
 
-def _restart_steps(sigmas: list[float]) -> list[tuple[float, float]]:
+def _restart_steps(sigmas: list[float]) -> list[Interval]:
     """Restart's steps: of 20 or more, 9 are repeated, sigma 2 to 0.1; of 36, a quarter twice."""
     count = len(sigmas) - 1
     if count < _RESTART_STEPS:
@@ -319,23 +314,23 @@ def _restart_steps(sigmas: list[float]) -> list[tuple[float, float]]:
 
 #: The steps of a sampler, by its key, from its sigmas.
 _SAMPLERS: Mapping[str, Callable[[Sigmas, Options], _Steps]] = {
-    "euler_ancestral": partial(_in_steps, intervals=_ancestral, step=_euler_step),
-    "euler": partial(_in_steps, intervals=_with_churn, step=_euler_step),
+    "euler_ancestral": partial(_in_steps, _ancestral, _euler_step),
+    "euler": partial(_in_steps, _with_churn, _euler_step),
     "dpmpp_2m": _dpmpp_2m,
     "dpmpp_sde": _dpmpp_sde,
-    "dpmpp_2m_sde": partial(_dpmpp_multistep_sde, bend=_second_order),
+    "dpmpp_2m_sde": partial(_dpmpp_multistep_sde, _second_order),
     "dpmpp_2m_sde_heun": partial(
-        _dpmpp_multistep_sde, bend=partial(_second_order, is_heun=True)
+        _dpmpp_multistep_sde, partial(_second_order, is_heun=True)
     ),
-    "dpmpp_2s_ancestral": partial(_in_steps, intervals=_ancestral, step=_dpmpp_2s_step),
-    "dpmpp_3m_sde": partial(_dpmpp_multistep_sde, bend=_third_order),
+    "dpmpp_2s_ancestral": partial(_in_steps, _ancestral, _dpmpp_2s_step),
+    "dpmpp_3m_sde": partial(_dpmpp_multistep_sde, _third_order),
     "lms": _lms,
-    "heun": partial(_in_steps, intervals=_with_churn, step=_heun_step),
-    "dpm_2": partial(_in_steps, intervals=_with_churn, step=_midpoint_step),
-    "dpm_2_ancestral": partial(_in_steps, intervals=_ancestral, step=_midpoint_step),
+    "heun": partial(_in_steps, _with_churn, _heun_step),
+    "dpm_2": partial(_in_steps, _with_churn, _midpoint_step),
+    "dpm_2_ancestral": partial(_in_steps, _ancestral, _midpoint_step),
     "dpm_fast": _dpm_fast,
-    "restart": partial(_in_steps, intervals=_restart, step=_heun_step),
-    "lcm": partial(_in_steps, intervals=_to_image, step=_euler_step),
+    "restart": partial(_in_steps, _restart, _heun_step),
+    "lcm": partial(_in_steps, _to_image, _euler_step),
 }
 
 

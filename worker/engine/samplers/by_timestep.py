@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from imagefleet.job.samplers import Options
-from worker.engine.sampler import ESTIMATES, LATENTS, Combination, Move
+from worker.engine.sampler import ESTIMATES, LATENTS, Coefficients, Combination, Move
 
 Alphas = npt.NDArray[np.float64]
 
@@ -36,12 +36,29 @@ _TCD_TIMESTEPS = 50
 _TCD_GAMMA = 0.3
 
 
+class Trained(NamedTuple):
+    """What a model was trained on: its noise schedule, and what it predicts of it."""
+
+    alphas: Alphas
+    prediction_type: str
+
+    def to_noise(self, timestep: int) -> Coefficients:
+        """Coefficients of latents and output in the noise."""
+        alpha = self.alphas[timestep]
+        if self.prediction_type == "v_prediction":
+            return math.sqrt(1 - alpha), math.sqrt(alpha)
+        return 0.0, 1.0
+
+
 class Start(NamedTuple):
     """Scales of the image and of the noise in the first latents."""
 
     image_scale: float
     noise_scale: float
 
+
+#: Of noise alone.
+_NOISE = Start(0.0, 1.0)
 
 #: Start of a sampler, and its moves.
 Path = tuple[Start, Iterator[Move]]
@@ -51,29 +68,17 @@ def _noised(alpha: float) -> Start:
     return Start(math.sqrt(alpha), math.sqrt(1 - alpha))
 
 
-def to_noise(alpha: float, prediction_type: str) -> tuple[float, float]:
-    """Coefficients of latents and output in the noise."""
-    if prediction_type == "v_prediction":
-        return math.sqrt(1 - alpha), math.sqrt(alpha)
-    return 0.0, 1.0
-
-
 def _ddim(
-    path: Sequence[int],
-    alphas: Alphas,
-    prediction: str,
-    options: Options,
-    *,
-    is_cfgpp: bool = False,
+    path: Sequence[int], trained: Trained, options: Options, *, is_cfgpp: bool = False
 ) -> Iterator[Move]:
     """*is_cfgpp*: the noise that is put back is that without the prompt (Chung et al. 2024)."""
     eta = options.eta or 0.0
     for at, (timestep, following) in enumerate(pairwise(path)):
-        alpha = alphas[timestep]
-        next_alpha = alphas[following]
+        alpha = trained.alphas[timestep]
+        next_alpha = trained.alphas[following]
         variance = (1 - next_alpha) / (1 - alpha) * (1 - alpha / next_alpha)
         noise = eta * math.sqrt(variance)
-        estimate = to_noise(alpha, prediction)
+        estimate = trained.to_noise(timestep)
         back = math.sqrt(max(0.0, 1 - next_alpha - noise**2))
         yield Move(
             timestep,
@@ -85,24 +90,22 @@ def _ddim(
         )
 
 
-def _plms(
-    path: Sequence[int], alphas: Alphas, prediction: str, _: Options
-) -> Iterator[Move]:
+def _plms(path: Sequence[int], trained: Trained, _: Options) -> Iterator[Move]:
     """The first step is repeated with the mean of the estimates at both of its ends."""
     for at, (timestep, following) in enumerate(pairwise(path)):
-        alpha = alphas[timestep]
         order = min(at, len(_ADAMS_BASHFORTH) - 1)
         known = list(ESTIMATES)
         if at > 0:
             del known[at : at + 1]  # the estimate that only the repeated step uses
         slope = _weighed(_ADAMS_BASHFORTH[order], known)
-        estimate = to_noise(alpha, prediction)
-        move = _transfer(alpha, alphas[following], slope=slope)
+        alphas = trained.alphas
+        move = _transfer(alphas[timestep], alphas[following], slope=slope)
+        estimate = trained.to_noise(timestep)
         yield Move(timestep, move, finished=at - 1, estimate=estimate)
         if at == 0:
             gain = float(move[1])
             repeated = LATENTS + gain / 2 * (ESTIMATES[0] - ESTIMATES[1])
-            estimate = to_noise(alphas[following], prediction)
+            estimate = trained.to_noise(following)
             yield Move(following, repeated, estimate=estimate)
 
 
@@ -131,22 +134,31 @@ def ddim_timesteps(steps: int, alphas: Alphas) -> list[int]:
     ]
 
 
-def _tcd(
-    steps: int, t_enc: int | None, alphas: Alphas, prediction: str, options: Options
-) -> Path:
+def _ddim_path(
+    steps: int, t_enc: int | None, alphas: Alphas
+) -> tuple[Start, list[int]]:
+    """The start, and the timesteps from there on."""
+    known = ddim_timesteps(steps, alphas)
+    if t_enc is None:
+        return _NOISE, known
+    return _noised(alphas[known[-1 - t_enc]]), known[len(known) - t_enc :]
+
+
+def _tcd(steps: int, t_enc: int | None, trained: Trained, options: Options) -> Path:
     grid = max(_TCD_TIMESTEPS, steps)
-    stride = len(alphas) // grid
+    stride = len(trained.alphas) // grid
     known = (np.arange(grid, 0, -1) * stride - 1).tolist()
     path = [known[int(at * grid / steps)] for at in range(steps)]
     taken = path if t_enc is None else path[steps - t_enc - 1 :]
-    start = Start(0.0, 1.0) if t_enc is None else _noised(alphas[taken[0]])
-    return start, _tcd_moves(taken, alphas, prediction, options)
+    start = _NOISE if t_enc is None else _noised(trained.alphas[taken[0]])
+    return start, _tcd_moves(taken, trained, options)
 
 
 def _tcd_moves(
-    path: Sequence[int], alphas: Alphas, prediction: str, options: Options
+    path: Sequence[int], trained: Trained, options: Options
 ) -> Iterator[Move]:
     """Each step goes beyond its end by a share of the way, and back by noise; not the last one."""
+    alphas = trained.alphas
     gamma = _TCD_GAMMA if options.eta is None else options.eta
     for at, (timestep, following) in enumerate(pairwise([*path, 0])):
         beyond = alphas[int((1 - gamma) * following)]
@@ -154,7 +166,7 @@ def _tcd_moves(
         kept = alphas[following] / beyond if gamma and not is_last else 1.0
         move = math.sqrt(kept) * _transfer(alphas[timestep], beyond)
         noise = math.sqrt(1 - kept) or None
-        estimate = to_noise(alphas[timestep], prediction)
+        estimate = trained.to_noise(timestep)
         yield Move(timestep, move, noise, finished=at - 1, estimate=estimate)
 
 
@@ -195,40 +207,28 @@ class _Times(NamedTuple):
         weights = np.zeros(order + 1)
         weights[0] = found[-1]
         weights[2:] = found[:-1] / places[:-1]
-        total = -self.alpha[at] * math.expm1(kept)
-        weights[1] = total - weights.sum()
+        weights[1] = -self.alpha[at] * math.expm1(kept) - weights.sum()
         return self.sigma[at] / self.sigma[at - 1], weights
 
 
-def _unipc(
-    steps: int, t_enc: int | None, alphas: Alphas, prediction: str, _: Options
-) -> Path:
+def _unipc(steps: int, t_enc: int | None, trained: Trained, _: Options) -> Path:
     """UniPC's start and moves. It makes as many calls as steps: the last point needs none."""
-    known = ddim_timesteps(steps, alphas)
-    start = Start(0.0, 1.0)
+    start, path = _ddim_path(steps, t_enc, trained.alphas)
     first = 1.0
-    count = len(known)
-    if t_enc is not None:
-        start = _noised(alphas[known[-1 - t_enc]])
-        count = t_enc
     if t_enc:
-        timestep = known[len(known) - t_enc]
-        first = float(np.float32(timestep / len(alphas)) + np.float32(1 / len(alphas)))
-    if not count:
-        return start, iter(())
-    return start, _unipc_moves(first, count, alphas, prediction)
+        train = len(trained.alphas)
+        first = float(np.float32(path[0] / train) + np.float32(1 / train))
+    return start, _unipc_moves(first, len(path), trained)
 
 
-def _unipc_moves(
-    first: float, count: int, alphas: Alphas, prediction: str
-) -> Iterator[Move]:
-    train = len(alphas)
+def _unipc_moves(first: float, count: int, trained: Trained) -> Iterator[Move]:
+    train = len(trained.alphas)
     times = np.linspace(first, 1 / train, count + 1)
     # As AUTOMATIC1111 rounds them: some are a little below a whole one, and are cut off to the one
     # before where its model of velocities looks an alpha up.
     timesteps = (torch.linspace(first, 1 / train, count + 1) - 1 / train) * train
     known_times = np.arange(1, train + 1) / train
-    logs = np.interp(times, known_times, 0.5 * np.log(alphas))
+    logs = np.interp(times, known_times, 0.5 * np.log(trained.alphas))
     sigma = np.sqrt(-np.expm1(2 * logs))
     points = _Times(np.exp(logs), sigma, logs - np.log(sigma))
     highest = min(_UNIPC_ORDER, count)
@@ -244,7 +244,7 @@ def _unipc_moves(
             corrected = keep * before + _weighed(weights, ESTIMATES)
         predicted = points.weights(at + 1, orders[at + 1], is_corrector=False)
         keep, weights = predicted
-        from_latents, from_output = to_noise(alphas[int(timestep)], prediction)
+        from_latents, from_output = trained.to_noise(int(timestep))
         noise = points.sigma[at]
         alpha = points.alpha[at]
         yield Move(
@@ -265,27 +265,21 @@ def _weighed(
 
 
 def _of_ddim_timesteps(
+    moves: Callable[[Sequence[int], Trained, Options], Iterator[Move]],
     steps: int,
     t_enc: int | None,
-    alphas: Alphas,
-    prediction: str,
+    trained: Trained,
     options: Options,
-    *,
-    moves: Callable[[Sequence[int], Alphas, str, Options], Iterator[Move]],
 ) -> Path:
-    known = ddim_timesteps(steps, alphas)
-    start = Start(0.0, 1.0)
-    if t_enc is not None:
-        start = _noised(alphas[known[-1 - t_enc]])
-        known = known[len(known) - t_enc :]
-    return start, moves(known, alphas, prediction, options)
+    start, path = _ddim_path(steps, t_enc, trained.alphas)
+    return start, moves(path, trained, options)
 
 
 #: The path of a sampler, by its key; see `schedule.make_schedule`.
-SAMPLERS: Mapping[str, Callable[[int, int | None, Alphas, str, Options], Path]] = {
-    "ddim": partial(_of_ddim_timesteps, moves=_ddim),
-    "ddim_cfgpp": partial(_of_ddim_timesteps, moves=partial(_ddim, is_cfgpp=True)),
-    "plms": partial(_of_ddim_timesteps, moves=_plms),
+SAMPLERS: Mapping[str, Callable[[int, int | None, Trained, Options], Path]] = {
+    "ddim": partial(_of_ddim_timesteps, _ddim),
+    "ddim_cfgpp": partial(_of_ddim_timesteps, partial(_ddim, is_cfgpp=True)),
+    "plms": partial(_of_ddim_timesteps, _plms),
     "unipc": _unipc,
     "tcd": _tcd,
 }

@@ -19,9 +19,10 @@ from torch import Tensor
 from imagefleet.errors import JobError
 from imagefleet.job import samplers
 from imagefleet.job.samplers import Options, Sampler
-from worker.engine.sampler import LATENTS, BrownianNoise, Move, Schedule
+from worker.engine.sampler import LATENTS, BrownianNoise, Draw, Move, Schedule
 from worker.engine.samplers import by_sigma, by_timestep
 from worker.engine.samplers.adaptive import Try
+from worker.engine.samplers.brownian import Interval
 
 #: LCM's boundary conditions (Luo et al. 2023): sigma_data, and the scale of timesteps.
 _LCM_DATA = 0.5
@@ -54,16 +55,19 @@ def make_schedule(
     if sampler is None:
         raise JobError(samplers.unknown(name))
     if sampler.schedule is not None:
-        alphas_cumprod = alphas_cumprod.float()
-        rounded = alphas_cumprod.half() if options.is_downcast else alphas_cumprod
-        known = levels(rounded, is_xl=is_xl)
+        alphas = alphas_cumprod.float()
+        if options.is_downcast:
+            alphas = alphas.half()
+        sigmas = ((1 - alphas) / alphas) ** 0.5
+        known = Levels(sigmas, torch.arange(len(sigmas), dtype=torch.float32), is_xl)
         return _of_sigmas(sampler, steps, known, prediction_type, options, t_enc)
     start = by_timestep.Start(1.0, 0.0)
     moves = [_NO_STEP]
     if steps:
-        alphas = alphas_cumprod.double().numpy()
-        make_path = by_timestep.SAMPLERS[sampler.method]
-        start, path = make_path(steps, t_enc, alphas, prediction_type, options)
+        trained = by_timestep.Trained(alphas_cumprod.double().numpy(), prediction_type)
+        start, path = by_timestep.SAMPLERS[sampler.method](
+            steps, t_enc, trained, options
+        )
         moves = list(path) or moves
     # Here AUTOMATIC1111 scales it as the image (`sd_samplers_timesteps.py`), with sigmas not.
     extra = 0.0 if t_enc is None else options.extra_noise * start.image_scale
@@ -104,28 +108,26 @@ def _of_sigmas(
     taken = sigmas
     if sampler.is_between_ends:
         # With an image alone the ends are the schedule's.
-        ends = known.ends
-        if t_enc is not None:
-            last = max(-2, -len(sigmas))
-            ends = sigmas[0], sigmas[last]
+        ends = known.ends if t_enc is None else (sigmas[0], sigmas[-2:][0])
         taken = np.geomspace(*ends, count + 1).tolist() if count > 0 else []
     own = Options(**{name: getattr(options, name) for name in sampler.options})
-    moves = []
-    if not sampler.is_adaptive:
-        moves = by_sigma.make_moves(sampler.method, taken, own)
+    moves = (
+        [] if sampler.is_adaptive else by_sigma.make_moves(sampler.method, taken, own)
+    )
     if sampler.is_adaptive and taken and taken[0] > taken[-1]:
         first = Try(taken[0], taken[-1], options)
         made = _of_tries(sampler, first, (), known, prediction_type)
     else:
-        called = [_called(sampler, move, known, prediction_type) for move in moves]
-        called = called or [_NO_STEP]
+        called = [_called(sampler, move, known, prediction_type) for move in moves] or [
+            _NO_STEP
+        ]
         # In AUTOMATIC1111, LCM's are places among its fifty sigmas as well.
         nearest = [int((known.sigmas - move.level).abs().argmin()) for move in called]
         made = replace(tabulate(called, options), timesteps=tuple(nearest))
     churn = None
-    if "s_churn" in sampler.options and options.s_churn > 0:
-        churned = by_sigma.churned(sigmas, options)
-        churn = by_sigma.churn_noise(sigmas[0], churned[0], options)
+    if own.s_churn > 0:
+        hat, *_ = by_sigma.churned(sigmas, options)
+        churn = by_sigma.churn_noise(sigmas[0], hat, options)
     intervals = tuple(
         move.interval for move in moves if move.noise is not None and move.interval
     )
@@ -149,15 +151,13 @@ def _of_tries(
     prediction_type: str,
 ) -> Schedule:
     """The calls before a try and its own; the schedule is extended by the next one."""
-    own = [_called(sampler, move, known, prediction_type) for move in attempt.moves()]
-    moves = [*before, *own]
+    moves = [
+        *before,
+        *(_called(sampler, move, known, prediction_type) for move in attempt.moves()),
+    ]
     made = tabulate(moves, attempt.options)
 
-    def extend(
-        latents: Tensor,
-        history: Tensor,
-        draw: Callable[[Tensor], None],
-    ) -> Schedule:
+    def extend(latents: Tensor, history: Tensor, draw: Draw) -> Schedule:
         following = attempt.finish(latents, history, draw)
         if following.is_done:
             return made
@@ -203,9 +203,8 @@ def tabulate(
         keep, *weights = move.latents
         timestep = move.level if move.timestep is None else move.timestep
         row = [timestep, move.input_scale, *move.estimate, keep, move.noise or 0.0]
-        row += [float(masks_input), move.from_uncond, *move.kept]
-        row += [*move.variance_logs, *weights]
-        rows.append(row)
+        beside = [float(masks_input), move.from_uncond, *move.kept]
+        rows.append([*row, *beside, *move.variance_logs, *weights])
     return Schedule(
         0.0,
         torch.tensor(np.array(rows), dtype=torch.float32),
@@ -242,7 +241,7 @@ class Levels:
     is_quantized: bool = False
 
     @property
-    def ends(self) -> tuple[float, float]:
+    def ends(self) -> Interval:
         """The largest and the smallest sigma."""
         return float(self.sigmas[-1]), float(self.sigmas[0])
 
@@ -259,8 +258,9 @@ class Levels:
     def of_every(self, stride: int) -> Levels:
         """The levels at which a model that was distilled on every *stride*th timestep is called."""
         part = slice(stride - 1, None, stride)
-        sigmas = self.sigmas[part]
-        return Levels(sigmas, self.timesteps[part], self.is_xl, is_quantized=True)
+        return Levels(
+            self.sigmas[part], self.timesteps[part], self.is_xl, is_quantized=True
+        )
 
     def at(self, timesteps: Tensor) -> Tensor:
         """The sigmas of timesteps, or of points between them, by k-diffusion's interpolation."""
@@ -281,12 +281,6 @@ class Levels:
             # Its rounded logarithms lie beside those of the timesteps.
             last, first = map(self.timestep, self.ends)
         return torch.linspace(last, first, count)
-
-
-def levels(alphas: Tensor, *, is_xl: bool = False) -> Levels:
-    """The levels of a model's noise schedule [train timesteps], in its precision."""
-    sigmas = ((1 - alphas) / alphas) ** 0.5
-    return Levels(sigmas, torch.arange(len(sigmas), dtype=torch.float32), is_xl)
 
 
 def make_sigmas(schedule: str, known: Levels, steps: int) -> list[float]:
@@ -319,8 +313,7 @@ def _polyexponential(known: Levels, steps: int) -> Tensor:
 
 def _even_angles(known: Levels, shares: Tensor) -> Tensor:
     largest, smallest = (torch.tensor(end).arctan() for end in known.ends)
-    angles = shares * smallest + (1.0 - shares) * largest
-    return angles.tan()
+    return (shares * smallest + (1.0 - shares) * largest).tan()
 
 
 def _align_your_steps(known: Levels, steps: int) -> Tensor:
