@@ -75,7 +75,7 @@ class LoadedCampaigns:
         self.known: Mapping[str, datetime] = {}
         self._is_compared = True
         #: The jobs at the positions from `_confirmed` on; None: with none that is to be noted.
-        self._in_flight = deque[tuple[str, bytes] | None]()
+        self._in_flight = deque[SentJob | None]()
         self._confirmed = 0
         self._is_refused = False
 
@@ -104,12 +104,14 @@ class LoadedCampaigns:
                 f"campaign {job.campaign} was cancelled: no more jobs are sent; the same command"
                 " sends the others"
             )
-        is_noted = job is not None and bool(job.entry)
-        if is_noted and not self._is_compared:
-            self.counts["new"] += 1
-        elif job and body and is_noted and not await self._is_sent(job, body):
-            body = job = None
-        self._in_flight.append((job.campaign, job.entry) if job and is_noted else None)
+        if job is not None and not job.entry:
+            job = None  # a second drawing is not noted
+        if job and body:
+            if not self._is_compared:
+                self.counts["new"] += 1
+            elif not await self._is_sent(job, body):
+                body = job = None
+        self._in_flight.append(job)
         self.position += 1
         return body
 
@@ -120,8 +122,6 @@ class LoadedCampaigns:
         if isinstance(body, MendedMessage):
             found = "new"
         self.counts[found] += 1
-        key = job.entry[:HASH_BYTES]
-        digest = job.entry[HASH_BYTES:]
         if found == "changed" and not self.skips_changed:
             raise SetupError(
                 f"the job {job_key(job.campaign, job.id)}, number {self.position + 1}, was sent"
@@ -131,7 +131,7 @@ class LoadedCampaigns:
         if found == "changed" or (found == "as_before" and not self.sends_again):
             return False
         if self.only is None:
-            ledger.claimed[key] = digest
+            ledger.claimed[job.entry[:HASH_BYTES]] = job.entry[HASH_BYTES:]
         return True
 
     async def _ledger(self, campaign: str) -> Ledger:
@@ -148,7 +148,7 @@ class LoadedCampaigns:
         while self._in_flight and self._confirmed < confirmed:
             self._confirmed += 1
             if (job := self._in_flight.popleft()) is not None and not self._is_refused:
-                self.ledgers.of(job[0]).pending += job[1]
+                self.ledgers.of(job.campaign).pending += job.entry
 
     async def note(self) -> None:
         """Notes which jobs are sent; where that fails, the load goes on."""

@@ -95,19 +95,18 @@ class WithInputs(ChangedFormat):
 
 
 def _with_input(entry: Entry, picture: Picture) -> Entry:
-    place = f"{entry.place}, {picture.path}"
+    entry = entry._replace(place=f"{entry.place}, {picture.path}")
     fields = message.fields_if_any(entry.text)
     if entry.problem or not fields:
-        return entry._replace(place=place)
+        return entry
     if fields.get(FIELD):
-        problem = f"{FIELD}: --inputs gives it: leave it out"
-        return entry._replace(place=place, problem=problem)
+        return entry._replace(problem=f"{FIELD}: --inputs gives it: leave it out")
     fields[FIELD] = [picture.name]
     if fields.get("id"):
         # One name is one job.
         digest = hashlib.sha256(picture.name.encode()).hexdigest()
         fields["id"] = f"{fields['id']}-{digest[:_DIGITS]}"
-    return entry._replace(place=place, text=json.dumps(fields, ensure_ascii=False))
+    return entry._replace(text=json.dumps(fields, ensure_ascii=False))
 
 
 async def upload(

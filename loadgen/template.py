@@ -180,10 +180,9 @@ class _Slot(NamedTuple):
     words: tuple[_Word, ...]
 
     def pick(self, fraction: float) -> int:
-        total = self.cumulative[-1]
         # Rounding may lift the product up to the last sum, so that is not searched.
         return bisect.bisect_right(
-            self.cumulative, fraction * total, 0, len(self.words) - 1
+            self.cumulative, fraction * self.cumulative[-1], 0, len(self.words) - 1
         )
 
 

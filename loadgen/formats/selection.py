@@ -59,10 +59,9 @@ class Balanced(ChangedFormat):
                 turns[value] += 1
             if turns and turns.keys() == {""}:
                 raise FormatError(f"no {self.unit} has the column {self._column!r}")
-            sorted_rows = database.execute(
+            for (text,) in database.execute(
                 "SELECT json FROM entries ORDER BY turn, rowid"
-            )
-            for (text,) in sorted_rows:
+            ):
                 yield Entry(*json.loads(text))
 
     def _value(self, entry: Entry) -> str:

@@ -168,9 +168,9 @@ class CsvRows(Format):
                 shown = source.encode(errors="replace").decode()
                 yield Entry(place, problem="not UTF-8", line=line, source=shown)
                 continue
-            notice = _notice(cells, delimiter)
-            entry = columns.entry(place, cells)
-            yield entry._replace(line=line, source=source, notice=notice)
+            yield columns.entry(place, cells)._replace(
+                line=line, source=source, notice=_notice(cells, delimiter)
+            )
 
 
 #: Bytes that are not UTF-8, as `surrogateescape` decodes them.

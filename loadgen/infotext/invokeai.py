@@ -6,7 +6,7 @@ import re
 from imagefleet.errors import JobError
 from imagefleet.job import samplers
 from imagefleet.validation import JSONDict, JSONObject
-from loadgen.infotext.reading import WORDS, Named, Reading, sampler_fields
+from loadgen.infotext.reading import WORDS, Named, Reading, damaged, sampler_fields
 
 #: Words whose weights compel reads, in all releases.
 _WEIGHTED = re.compile(r"[\w)\"][+-]+(?=[\s,.)]|$)|\)[\d.]")
@@ -14,11 +14,9 @@ _WEIGHTED = re.compile(r"[\w)\"][+-]+(?=[\s,.)]|$)|\)[\d.]")
 
 def read(text: str) -> Reading:
     """The job of a picture's metadata; raises JobError for one with what no job draws."""
-    try:
+    with damaged("its metadata is damaged"):
         found = json.loads(text)
         return _read(_in_todays_words(found) if "image" in found else found)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        raise JobError("its metadata is damaged") from None
 
 
 def _in_todays_words(found: JSONObject) -> JSONDict:
