@@ -103,8 +103,14 @@ def command(
             move()
     lost = console.run(missing.look(settings, uses, Elsewhere()))
     if as_json:
-        facts = {"jobs": uses.jobs, "refused": report.count, "cannot": said}
-        console.print_json({**facts, "missing": [asdict(each) for each in lost]})
+        console.print_json(
+            {
+                "jobs": uses.jobs,
+                "refused": report.count,
+                "cannot": said,
+                "missing": [asdict(each) for each in lost],
+            }
+        )
     else:
         for sentence, count in said.most_common():
             console.print_warning(f"{console.counted(count, 'job')}: {sentence}")

@@ -135,9 +135,9 @@ class PlanDatabase:
             # Records are untrusted: what an image takes is what the storage says.
             for listing in stored:
                 async for blob in listing:
-                    row = [blob.name, blob.size_bytes, blob.metadata.get("sha256")]
                     self._db.execute(
-                        "INSERT OR REPLACE INTO stored VALUES(?, ?, ?)", row
+                        "INSERT OR REPLACE INTO stored VALUES(?, ?, ?)",
+                        [blob.name, blob.size_bytes, blob.metadata.get("sha256")],
                     )
             for statement in _SORT:
                 await asyncio.to_thread(self._db.execute, statement)
@@ -151,15 +151,16 @@ class PlanDatabase:
             packed, packs = self._db.execute(
                 "SELECT count(pack), count(DISTINCT pack) FROM images"
             ).fetchone()
-            numbers = {
-                "images": images,
-                "stored": found,
-                "bytes": size,
-                "packed": packed,
-                "packs": packs,
-                "misfits": damaged.count,
-            }
-            plan = plan.model_copy(update=numbers)
+            plan = plan.model_copy(
+                update={
+                    "images": images,
+                    "stored": found,
+                    "bytes": size,
+                    "packed": packed,
+                    "packs": packs,
+                    "misfits": damaged.count,
+                }
+            )
             self._db.execute("INSERT INTO plan VALUES(?)", [plan.model_dump_json()])
         return plan
 
@@ -188,8 +189,10 @@ class PlanDatabase:
         return found and Shard.model_validate_json(found[0])
 
     def note(self, number: int, shard: Shard) -> None:
-        row = [number, shard.model_dump_json()]
-        self._db.execute("INSERT OR REPLACE INTO done VALUES(?, ?)", row)
+        self._db.execute(
+            "INSERT OR REPLACE INTO done VALUES(?, ?)",
+            [number, shard.model_dump_json()],
+        )
 
     def _list(self, records: Sequence[Record], rule: Keep | None) -> None:
         rows = (

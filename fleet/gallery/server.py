@@ -88,9 +88,12 @@ class Gallery:
         if newest is None and "first" in request.query:
             shards = await catalog.shards_of(self._storage, None)
             newest = max(shards, key=catalog.began_at).campaign if shards else None
-        names = sorted(await self._campaigns())
         return _answer(
-            {"campaigns": names, "newest": newest, "storage": self._storage.url}
+            {
+                "campaigns": sorted(await self._campaigns()),
+                "newest": newest,
+                "storage": self._storage.url,
+            }
         )
 
     async def _campaigns(self) -> set[str]:
