@@ -141,12 +141,15 @@ def command(
                 defaults=jobs.defaults,
                 keep=jobs.keep,
             )
-        if jobs.rejects:
+        if rejects:
             with read("checking"):
                 source.check()
         if check:
-            names = [picture.name for picture in pictures]
-            elsewhere = Elsewhere(lora_directory, sending.model or (), names)
+            elsewhere = Elsewhere(
+                lora_directory,
+                sending.model or (),
+                [picture.name for picture in pictures],
+            )
             _check(settings, source, report, elsewhere, read, as_json=as_json)
         elif dry_run:
             _preview(settings, source, read, quiet=sending.quiet)
@@ -197,8 +200,9 @@ def _store(
     async def store() -> int:
         async with open_storage(settings, concurrency.PATIENT) as storage:
             await storage.create()
-            count = len(pictures)
-            with console.counting("storing pictures", count, quiet=quiet) as move:
+            with console.counting(
+                "storing pictures", len(pictures), quiet=quiet
+            ) as move:
                 return await inputs.upload(storage.files, pictures, move)
 
     new = console.run(store())
@@ -233,12 +237,11 @@ def _facts(source: Source, report: Report) -> JSONDict:
 @contextlib.contextmanager
 def reporting(path: Path | None, *, skips: bool, as_json: bool) -> Iterator[Report]:
     """Shows the first rows that are refused, if the others are sent, and writes all to a file."""
-    if path is not None:
-        _check_suffix(path)
-    console.check_writable(path)
     with contextlib.ExitStack() as stack:
         file = None
         if path is not None:
+            _check_suffix(path)
+            console.check_writable(path)
             stack.enter_context(files.writing(path))
             file = stack.enter_context(path.open("w", encoding="utf-8"))
 
@@ -282,9 +285,14 @@ def _check(
     found = console.run(missing.look(settings, uses, elsewhere))
     comments = getattr(source, "comments", 0)
     if as_json:
-        facts = {"invalid": report.count, "doubled": doubled.count}
-        facts |= {"comments": comments}
-        console.print_json(missing.summary(uses, found) | facts)
+        console.print_json(
+            {
+                **missing.summary(uses, found),
+                "invalid": report.count,
+                "doubled": doubled.count,
+                "comments": comments,
+            }
+        )
     else:
         missing.show(uses, found)
         filling.show_comments(comments)

@@ -59,9 +59,7 @@ class Prometheus:
     Every method raises SetupError if the server rejects the query, TransientError if it fails.
     """
 
-    def __init__(
-        self, session: ClientSession, url: str, fleet: str | None = None
-    ) -> None:
+    def __init__(self, session: ClientSession, url: str, fleet: str | None) -> None:
         self.fleet = fleet
         self._session = session
         self._url = url.rstrip("/")
