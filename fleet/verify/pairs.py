@@ -88,9 +88,12 @@ async def listed(
                 name = record.name.removeprefix(prefix)
                 image = name if prefix == CHECKS else name.rpartition("/")[0]
                 workers = NO_RECORD, record.metadata.get("worker", NO_RECORD)
-                digest = record.metadata.get("digest")
                 yield Pair(
-                    image, record.name, workers, record.created_at, digest=digest
+                    image,
+                    record.name,
+                    workers,
+                    record.created_at,
+                    digest=record.metadata.get("digest"),
                 )
 
 
@@ -157,8 +160,9 @@ async def _compare(
     elif len(set(pair.workers)) == 1:
         pair.result = "same_worker"
     else:
-        judged = await asyncio.to_thread(_judge, first, second)
-        pair.result, pair.distance, pair.note = judged
+        pair.result, pair.distance, pair.note = await asyncio.to_thread(
+            _judge, first, second
+        )
 
 
 async def _read(storage: Storage, spot: Spot) -> bytes | None:
