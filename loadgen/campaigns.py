@@ -19,7 +19,6 @@ from imagefleet.job.message import (
 from imagefleet.records.ledger import (
     HASH_BYTES,
     Compared,
-    Ledger,
     Ledgers,
     SentJob,
     job_of,
@@ -116,7 +115,12 @@ class LoadedCampaigns:
         return body
 
     async def _is_sent(self, job: SentJob, body: str) -> bool:
-        ledger = await self._ledger(job.campaign)
+        ledger = self.ledgers.of(job.campaign)
+        if not ledger.is_read:
+            try:
+                await ledger.read()
+            except SetupError as error:
+                self._refuse(error)
         found = ledger.compare(job.entry)
         # A failed job that was mended is sent whatever was sent before.
         if isinstance(body, MendedMessage):
@@ -133,15 +137,6 @@ class LoadedCampaigns:
         if self.only is None:
             ledger.claimed[job.entry[:HASH_BYTES]] = job.entry[HASH_BYTES:]
         return True
-
-    async def _ledger(self, campaign: str) -> Ledger:
-        ledger = self.ledgers.of(campaign)
-        if not (ledger.is_read or self._is_refused or not self._is_compared):
-            try:
-                await ledger.read()
-            except SetupError as error:
-                self._refuse(error)
-        return ledger
 
     def confirm(self, confirmed: int) -> None:
         """The positions below *confirmed* are stored."""

@@ -5,6 +5,7 @@ import hashlib
 import json
 import mimetypes
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple
 
@@ -17,7 +18,7 @@ from imagefleet.job import message
 from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.job.passes import img2img
 from imagefleet.storage.protocol import BlobStore
-from loadgen.formats.lines import ChangedFormat, Entry, Format
+from loadgen.formats.lines import ChangedFormat, Entry
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
@@ -78,20 +79,19 @@ def _picture(folder: Path, path: Path) -> Picture:
     return Picture(path, name, sha256)
 
 
+@dataclass
 class WithInputs(ChangedFormat):
     """Each entry of a format once for each of the *pictures*, with which the job begins."""
 
-    def __init__(self, form: Format, pictures: Sequence[Picture]) -> None:
-        super().__init__(form)
-        self._pictures = pictures
+    pictures: Sequence[Picture]
 
     def entries(self, stream: BinaryIO) -> Iterator[Entry]:
         for entry in self.form.entries(stream):
-            for picture in self._pictures:
+            for picture in self.pictures:
                 yield _with_input(entry, picture)
 
     def count(self, stream: BinaryIO) -> int:
-        return super().count(stream) * len(self._pictures)
+        return super().count(stream) * len(self.pictures)
 
 
 def _with_input(entry: Entry, picture: Picture) -> Entry:
