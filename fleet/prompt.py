@@ -158,8 +158,9 @@ def _print(name: str, reading: JSONDict) -> None:
         tokens = console.counted(text["tokens"], "token")
         console.print_plain(f"{name}{at}: {tokens} in {chunk_count}")
         for number, chunk in enumerate(text["chunks"], start=1):
-            tokens = console.counted(len(chunk["ids"]), "token")
-            console.print_plain(f"  chunk {number}, {tokens}")
+            console.print_plain(
+                f"  chunk {number}, {console.counted(len(chunk['ids']), 'token')}"
+            )
             for weight, words in _words(chunk):
                 console.print_plain(f"    {weight:<6.4g} {words}")
         if text["weight"] != 1:

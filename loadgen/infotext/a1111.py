@@ -74,7 +74,8 @@ def read(text: str) -> Reading:
     job |= sampler_fields(
         facts.get("Sampler", ""), facts.get("Schedule type"), is_old=is_old
     )
-    job |= {"restore_faces": True} if "Face restoration" in facts else {}
+    if "Face restoration" in facts:
+        job["restore_faces"] = True
     _read_passes(facts, reading, is_old=is_old)
     _read_models(facts, reading)
     _read_extensions(facts, reading)
@@ -136,7 +137,7 @@ def _read_passes(facts: Facts, reading: Reading, *, is_old: bool) -> None:
 
 
 def _read_models(facts: Facts, reading: Reading) -> None:
-    name, digits = (facts.get(word) for word in ("Model", "Model hash"))
+    name, digits = map(facts.get, ("Model", "Model hash"))
     settings = reading.job["override_settings"]
     if name or digits:
         title = f"{name} [{digits}]" if name and digits else name or digits

@@ -142,8 +142,12 @@ def _read(graph: Mapping[str, _Node]) -> Reading:
             name for name in second if name != "steps" and second[name] != job[name]
         ]:
             raise JobError(f"its second pass has its own {', '.join(other)}")
-        job |= {"enable_hr": True, "denoising_strength": last.value("denoise", 1)}
-        job |= {"hr_second_pass_steps": second["steps"]} | _enlarged(enlarged, job)
+        job |= {
+            "enable_hr": True,
+            "denoising_strength": last.value("denoise", 1),
+            "hr_second_pass_steps": second["steps"],
+            **_enlarged(enlarged, job),
+        }
     vae = decode.behind("vae", _FIRST, "VAELoader")
     if vae.kind == "VAELoader":
         job["override_settings"]["sd_vae"] = vae.value("vae_name")

@@ -94,11 +94,11 @@ def _job(known: JSONDict, program: _Program) -> Reading:
         "prompt": _words(known["prompt"]),
         "negative_prompt": _words(known.get("negative_prompt", "")),
         "override_settings": settings,
-    }
-    job |= {
-        name: read_one(known[name])
-        for name, read_one in _NUMBERS.items()
-        if name in known
+        **{
+            name: read_one(known[name])
+            for name, read_one in _NUMBERS.items()
+            if name in known
+        },
     }
     reading = Reading(job, cuts_prompts_elsewhere=True)
     if "clip_skip" in known:
