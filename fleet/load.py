@@ -207,8 +207,10 @@ def _store(
 
     new = console.run(store())
     if not quiet:
-        total = console.counted(len(pictures), "picture")
-        console.print_note(f"{total} in inputs/ of the container of files, {new:,} new")
+        console.print_note(
+            f"{console.counted(len(pictures), 'picture')} in inputs/ of the container of files,"
+            f" {new:,} new"
+        )
 
 
 def _check_suffix(rejects: Path) -> None:
@@ -227,11 +229,14 @@ def _check_suffix(rejects: Path) -> None:
 
 def _facts(source: Source, report: Report) -> JSONDict:
     """Counts of a file's rows that are no jobs; a template has nothing besides its jobs."""
-    counts = {
-        name: getattr(source, name, 0)
-        for name in ("empty", "comments", "mended", "repeated")
+    return {
+        "invalid": report.count,
+        **{
+            name: getattr(source, name, 0)
+            for name in ("empty", "comments", "mended", "repeated")
+        },
+        "differs": dict(source.differences),
     }
-    return {"invalid": report.count, **counts, "differs": dict(source.differences)}
 
 
 @contextlib.contextmanager

@@ -128,8 +128,9 @@ def exported(record: Record) -> JSONDict:
     named = {"id": record.id}
     if record.campaign != message.DEFAULT_CAMPAIGN:
         named["campaign"] = record.campaign
-    shown = SHOWN - {"id", "campaign", "stage"}
-    reasons = record.model_dump(mode="json", include=shown, exclude_none=True)
+    reasons = record.model_dump(
+        mode="json", include=SHOWN - {"id", "campaign", "stage"}, exclude_none=True
+    )
     # A job without an id took its message's: it stays the same job.
     given = {
         name: each

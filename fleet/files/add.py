@@ -198,11 +198,14 @@ async def _aliases(
 
 def _expanded(kind: FileKind, source: str) -> list[str]:
     """The files in a folder; of a model, which may be a folder itself, *source*."""
-    if kind is MODEL or not Path(source).is_dir():
+    path = Path(source)
+    if (
+        kind is MODEL
+        or not path.is_dir()
+        or (kind is kinds.LORA and adapter.folders_of(path))
+    ):
         return [source]
-    if kind is kinds.LORA and adapter.folders_of(Path(source)):
-        return [source]
-    inside = map(str, Path(source).iterdir())
+    inside = map(str, path.iterdir())
     found = sorted(file for file in inside if file.endswith(kind.suffixes))
     if not found:
         raise SetupError(f"there is no {' or '.join(kind.suffixes)} in {source!r}")

@@ -142,8 +142,9 @@ class Broker:
             action="tokens_given",
         )
         own = self._settings
-        life = timedelta(hours=own.token_hours)
-        answer = self._minter.mint(own.role, life, self._policy, own.model_names).record
+        answer = self._minter.mint(
+            own.role, timedelta(hours=own.token_hours), self._policy, own.model_names
+        ).record
         if (own_id := proofs.machine_of(machine)) == machine.lower():
             answer |= {
                 "machine": own_id,

@@ -103,8 +103,9 @@ async def mint_command(
                 f"--model {name[:80]!r} is no model's name: letters, digits, spaces and _ . + ( ) -"
                 " only, without a path or suffix"
             )
-    life = timedelta(hours=token_hours)
-    minted = _minter(settings).mint(allowed, life, policy, models)
+    minted = _minter(settings).mint(
+        allowed, timedelta(hours=token_hours), policy, models
+    )
     if policy is not None:
         await keys_mint.store_policy(settings, allowed, policy, models)
     _hand_out(settings, minted, file, as_json=as_json)

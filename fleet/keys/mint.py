@@ -156,12 +156,14 @@ class Minter:
 
 def _places(role: Role | None, models: Collection[str] = ()) -> list[Place]:
     """All that the role has a token for; None: all there is."""
-    places = [Place(resource) for resource in roles.RESOURCES]
-    places += [
-        Place(queue, model)
-        for model in models
-        for queue in roles.RESOURCES
-        if queue in roles.JOB_QUEUES.values()
+    places = [
+        *map(Place, roles.RESOURCES),
+        *(
+            Place(queue, model)
+            for model in models
+            for queue in roles.RESOURCES
+            if queue in roles.JOB_QUEUES.values()
+        ),
     ]
     return [place for place in places if role is None or place.letters(role)]
 
@@ -239,8 +241,9 @@ async def proof_secret(settings: StorageSettings, own: str | None = None) -> str
         with azure_errors.translated(f"the metadata of {settings.files_container!r}"):
             found = (await files.get_container_properties()).metadata or {}
             known = [each for each in found.get(proofs.SECRETS, "").split(",") if each]
-            wanted = [*known, *([own] if own else [])] or [secrets.token_hex(32)]
-            if len(wanted := list(dict.fromkeys(wanted))) > len(known):
+            in_use = dict.fromkeys(filter(None, [*known, own]))
+            wanted = list(in_use) or [secrets.token_hex(32)]
+            if len(wanted) > len(known):
                 await files.set_container_metadata(
                     {**found, proofs.SECRETS: ",".join(wanted)}
                 )

@@ -320,8 +320,8 @@ def bench_of(gpu: str, benches: Sequence[Bench], work: ModelJobs) -> Bench | Non
         return Bench(gpu, Input(speed, "assumed", prices.SPEEDS_SOURCE))
 
     def distance(bench: Bench) -> tuple[bool, float]:
-        is_other_family = bench.family is not work.family
-        return is_other_family, abs(bench.tflop_per_image - work.tflop_per_image)
+        more = bench.tflop_per_image - work.tflop_per_image
+        return bench.family is not work.family, abs(more)
 
     return min(there, key=distance, default=None)
 

@@ -70,9 +70,11 @@ class JobFinder:
                 "the image and its duplicates have different jobs: give the right one with --jobs"
             )
         if not found:
-            signed = ""
-            if self.check.trusted is not None:
-                signed = " whose signature with a trusted key still holds"
+            signed = (
+                ""
+                if self.check.trusted is None
+                else " whose signature with a trusted key still holds"
+            )
             raise JobError(f"it has no job in it{signed}: give its job with --jobs")
         return self.check.dated(found.popitem()[1])
 

@@ -152,10 +152,10 @@ class Deployment:
         def more(groups: Groups) -> int:
             for group in groups:
                 if group.live_replicas > were.get(group.name, 0):
-                    replicas = console.counted(group.live_replicas, "replica")
                     raise SetupError(
-                        f"somebody else changes the fleet: {group.name} has {replicas} now; see"
-                        " `imagefleet deploy status`, and run this again once that has ended"
+                        f"somebody else changes the fleet: {group.name} has"
+                        f" {console.counted(group.live_replicas, 'replica')} now; see `imagefleet"
+                        " deploy status`, and run this again once that has ended"
                     )
             return sum(
                 max(0, group.on_nodes - most.get(group.name, 0)) for group in groups

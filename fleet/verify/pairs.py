@@ -155,9 +155,10 @@ async def _compare(
             author or NO_RECORD,
             proofs.author(pair.second, told, second) or NO_RECORD,
         )
-    if proofs is not None and pair.workers[1] == NO_RECORD:
-        pair.result = "unproven"
-    elif len(set(pair.workers)) == 1:
+        if pair.workers[1] == NO_RECORD:
+            pair.result = "unproven"
+            return
+    if len(set(pair.workers)) == 1:
         pair.result = "same_worker"
     else:
         pair.result, pair.distance, pair.note = await asyncio.to_thread(

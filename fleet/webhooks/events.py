@@ -59,7 +59,7 @@ class Event(BaseModel, extra="forbid"):
 
     @property
     def subject(self) -> str:
-        parts = (self.data.get(name) for name in ("campaign", "id"))
+        parts = map(self.data.get, ("campaign", "id"))
         return "/".join(str(part) for part in parts if part is not None)
 
     def body(self) -> bytes:
