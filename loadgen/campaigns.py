@@ -170,8 +170,9 @@ class Sample:
 
     def __init__(self, share: float, key: str, signer: JobSigner | None = None) -> None:
         self._below = round(share * 2**64)
-        own_key = key.encode()[: hashlib.blake2b.MAX_KEY_SIZE]
-        self._hash = hashlib.blake2b(key=own_key, digest_size=8)
+        self._hash = hashlib.blake2b(
+            key=key.encode()[: hashlib.blake2b.MAX_KEY_SIZE], digest_size=8
+        )
         self._signer = signer
 
     def second_drawing(self, body: str) -> str | None:

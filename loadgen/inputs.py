@@ -126,8 +126,9 @@ async def upload(
         if hashlib.sha256(data).hexdigest() != picture.sha256:
             raise SetupError(f"--inputs {picture.path}: it was changed in between")
         kind, _ = mimetypes.guess_type(picture.name)
-        blob = f"{img2img.INPUTS}{picture.name}"
-        is_new = await files.create(blob, data, kind or "image/png", {})
+        is_new = await files.create(
+            f"{img2img.INPUTS}{picture.name}", data, kind or "image/png", {}
+        )
         new += is_new  # at once: others add to it while this one waits
         on_stored()
 

@@ -153,8 +153,9 @@ def _load(path: Path) -> JSONDict:
     except OSError as error:
         raise SetupError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        reason = redaction.reason(error)
-        raise SetupError(f"{path} is not valid {path.suffix[1:]}: {reason}") from None
+        raise SetupError(
+            f"{path} is not valid {path.suffix[1:]}: {redaction.reason(error)}"
+        ) from None
     if not isinstance(document, dict):
         raise SetupError(f"{path}: a template is a mapping with at least `prompt`")
     return document

@@ -253,12 +253,12 @@ def judge(pairs: Sequence[Pair]) -> list[Record]:
         if pair.result == "different" and shares[suspect] != shares[other]:
             # A machine has as many names as processes, and proves each.
             witnesses[suspect].add(machine_of(other) or other)
-    records = [
-        Record(each, compared[each], different[each], len(witnesses[each]))
-        for each in compared
-    ]
     return sorted(
-        records, key=lambda each: (-each.witnesses, -each.different, each.worker)
+        (
+            Record(each, compared[each], different[each], len(witnesses[each]))
+            for each in compared
+        ),
+        key=lambda each: (-each.witnesses, -each.different, each.worker),
     )
 
 
