@@ -56,8 +56,9 @@ def probe(what: str, host: str, port: int) -> tuple[bool, str]:
         response = connection.getresponse()
         words = response.read(200).decode(errors="replace").strip()
     except TimeoutError:
-        waited = f"{TIMEOUT_SECONDS:g} s"
-        return False, f"the worker on port {port} hangs: no answer within {waited}"
+        return False, (
+            f"the worker on port {port} hangs: no answer within {TIMEOUT_SECONDS:g} s"
+        )
     except (OSError, http.client.HTTPException) as error:
         return False, f"no answer from port {port} of {host}: {error}"
     finally:

@@ -103,8 +103,14 @@ def command(
             move()
     lost = console.run(missing.look(settings, uses, Elsewhere()))
     if as_json:
-        facts = {"jobs": uses.jobs, "refused": report.count, "cannot": said}
-        console.print_json({**facts, "missing": [asdict(each) for each in lost]})
+        console.print_json(
+            {
+                "jobs": uses.jobs,
+                "refused": report.count,
+                "cannot": said,
+                "missing": [asdict(each) for each in lost],
+            }
+        )
     else:
         for sentence, count in said.most_common():
             console.print_warning(f"{console.counted(count, 'job')}: {sentence}")
@@ -186,18 +192,18 @@ def _checked(reading: Reading, place: str, uses: Uses, ids: Counter[str]) -> JSO
         raise JobError(
             f"{', '.join(reading.needs)}: must be given; {reading.cannot[0]}"
         )
-    seed = reading.job.get("seed")
-    settings = reading.job.get("override_settings")
+    fields = reading.job
+    seed = fields.get("seed")
+    settings = fields.get("override_settings")
     is_of_cpu = isinstance(settings, dict) and settings.get("randn_source") == "CPU"
     # torch's generator on the CPU takes 32 bits of a seed, Brownian motion all 64.
-    is_brownian = "SDE" in str(reading.job.get("sampler_name"))
+    is_brownian = "SDE" in str(fields.get("sampler_name"))
     if isinstance(seed, int) and seed > MAX_SEED and is_of_cpu and not is_brownian:
-        reading.job["seed"] = seed % 2**32
-    if (
-        reading.job.get("cfg_scale") == 0
-    ):  # in all of these programs the negative prompt alone
-        reading.job.setdefault("defaults", settings_table.A1111)
-    job = message.read_job(message.message_text(reading.job), "import")
+        fields["seed"] = seed % 2**32
+    # In all of these programs it is the negative prompt alone.
+    if fields.get("cfg_scale") == 0:
+        fields.setdefault("defaults", settings_table.A1111)
+    job = message.read_job(message.message_text(fields), "import")
     texts = (state for each in job.all_prompts for state in each.states)
     if reading.cuts_prompts_elsewhere and any(
         len(chunks_of(each)) > 1 for each in texts
@@ -216,5 +222,5 @@ def _checked(reading: Reading, place: str, uses: Uses, ids: Counter[str]) -> JSO
     ids[job_id] += 1
     return {
         "id": f"{job_id}-{ids[job_id]}" if ids[job_id] > 1 else job_id,
-        **reading.job,
+        **fields,
     }

@@ -141,12 +141,15 @@ def command(
                 defaults=jobs.defaults,
                 keep=jobs.keep,
             )
-        if jobs.rejects:
+        if rejects:
             with read("checking"):
                 source.check()
         if check:
-            names = [picture.name for picture in pictures]
-            elsewhere = Elsewhere(lora_directory, sending.model or (), names)
+            elsewhere = Elsewhere(
+                lora_directory,
+                sending.model or (),
+                [picture.name for picture in pictures],
+            )
             _check(settings, source, report, elsewhere, read, as_json=as_json)
         elif dry_run:
             _preview(settings, source, read, quiet=sending.quiet)
@@ -197,14 +200,17 @@ def _store(
     async def store() -> int:
         async with open_storage(settings, concurrency.PATIENT) as storage:
             await storage.create()
-            count = len(pictures)
-            with console.counting("storing pictures", count, quiet=quiet) as move:
+            with console.counting(
+                "storing pictures", len(pictures), quiet=quiet
+            ) as move:
                 return await inputs.upload(storage.files, pictures, move)
 
     new = console.run(store())
     if not quiet:
-        total = console.counted(len(pictures), "picture")
-        console.print_note(f"{total} in inputs/ of the container of files, {new:,} new")
+        console.print_note(
+            f"{console.counted(len(pictures), 'picture')} in inputs/ of the container of files,"
+            f" {new:,} new"
+        )
 
 
 def _check_suffix(rejects: Path) -> None:
@@ -223,22 +229,24 @@ def _check_suffix(rejects: Path) -> None:
 
 def _facts(source: Source, report: Report) -> JSONDict:
     """Counts of a file's rows that are no jobs; a template has nothing besides its jobs."""
-    counts = {
-        name: getattr(source, name, 0)
-        for name in ("empty", "comments", "mended", "repeated")
+    return {
+        "invalid": report.count,
+        **{
+            name: getattr(source, name, 0)
+            for name in ("empty", "comments", "mended", "repeated")
+        },
+        "differs": dict(source.differences),
     }
-    return {"invalid": report.count, **counts, "differs": dict(source.differences)}
 
 
 @contextlib.contextmanager
 def reporting(path: Path | None, *, skips: bool, as_json: bool) -> Iterator[Report]:
     """Shows the first rows that are refused, if the others are sent, and writes all to a file."""
-    if path is not None:
-        _check_suffix(path)
-    console.check_writable(path)
     with contextlib.ExitStack() as stack:
         file = None
         if path is not None:
+            _check_suffix(path)
+            console.check_writable(path)
             stack.enter_context(files.writing(path))
             file = stack.enter_context(path.open("w", encoding="utf-8"))
 
@@ -282,9 +290,14 @@ def _check(
     found = console.run(missing.look(settings, uses, elsewhere))
     comments = getattr(source, "comments", 0)
     if as_json:
-        facts = {"invalid": report.count, "doubled": doubled.count}
-        facts |= {"comments": comments}
-        console.print_json(missing.summary(uses, found) | facts)
+        console.print_json(
+            {
+                **missing.summary(uses, found),
+                "invalid": report.count,
+                "doubled": doubled.count,
+                "comments": comments,
+            }
+        )
     else:
         missing.show(uses, found)
         filling.show_comments(comments)

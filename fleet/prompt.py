@@ -78,9 +78,14 @@ def _read(read: Callable[..., Prompt], text: str, steps: int) -> JSONDict:
             drawn = [part.at(call) for call in range(steps)]
             for state in {state.text: state for state in part.states}.values():
                 calls = enumerate(drawn, start=1)
-                own = [step for step, at in calls if at.text == state.text]
-                weight = {"part": number, "weight": part.weight}
-                texts.append({**weight, **_text(state), "steps": own})
+                texts.append(
+                    {
+                        "part": number,
+                        "weight": part.weight,
+                        **_text(state),
+                        "steps": [step for step, at in calls if at.text == state.text],
+                    }
+                )
         loras = [asdict(lora) for lora in parsed.loras]
     except JobError as error:
         texts = []
@@ -122,12 +127,19 @@ def tokenizer() -> Tokenizer:
         unk_token="<|endoftext|>",  # noqa: S106 - not a secret
     )
     found = Tokenizer(model)
-    spaces = normalizers.Replace(Regex(r"\s+"), " ")
-    rules = [normalizers.NFC(), spaces, normalizers.Lowercase()]
-    found.normalizer = normalizers.Sequence(rules)
-    words = pre_tokenizers.Split(Regex(_WORD), behavior="removed", invert=True)
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
+    found.normalizer = normalizers.Sequence(
+        [
+            normalizers.NFC(),
+            normalizers.Replace(Regex(r"\s+"), " "),
+            normalizers.Lowercase(),
+        ]
+    )
+    found.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORD), behavior="removed", invert=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
     found.decoder = decoders.ByteLevel()
     found.add_special_tokens(["<|startoftext|>", "<|endoftext|>"])
     return found
@@ -146,8 +158,9 @@ def _print(name: str, reading: JSONDict) -> None:
         tokens = console.counted(text["tokens"], "token")
         console.print_plain(f"{name}{at}: {tokens} in {chunk_count}")
         for number, chunk in enumerate(text["chunks"], start=1):
-            tokens = console.counted(len(chunk["ids"]), "token")
-            console.print_plain(f"  chunk {number}, {tokens}")
+            console.print_plain(
+                f"  chunk {number}, {console.counted(len(chunk['ids']), 'token')}"
+            )
             for weight, words in _words(chunk):
                 console.print_plain(f"    {weight:<6.4g} {words}")
         if text["weight"] != 1:

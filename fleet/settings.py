@@ -20,7 +20,7 @@ _FLEET = re.compile(r"[a-z][a-z0-9-]{0,61}[a-z0-9]")
 
 def _names(of: str, pattern: re.Pattern[str]) -> AfterValidator:
     def checked(text: str) -> str:
-        if not all(pattern.fullmatch(name) for name in text.split(",")):
+        if not all(map(pattern.fullmatch, text.split(","))):
             raise ValueError(f"should be names of {of}, separated by commas")
         return text
 

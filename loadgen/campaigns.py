@@ -19,7 +19,6 @@ from imagefleet.job.message import (
 from imagefleet.records.ledger import (
     HASH_BYTES,
     Compared,
-    Ledger,
     Ledgers,
     SentJob,
     job_of,
@@ -75,7 +74,7 @@ class LoadedCampaigns:
         self.known: Mapping[str, datetime] = {}
         self._is_compared = True
         #: The jobs at the positions from `_confirmed` on; None: with none that is to be noted.
-        self._in_flight = deque[tuple[str, bytes] | None]()
+        self._in_flight = deque[SentJob | None]()
         self._confirmed = 0
         self._is_refused = False
 
@@ -104,24 +103,29 @@ class LoadedCampaigns:
                 f"campaign {job.campaign} was cancelled: no more jobs are sent; the same command"
                 " sends the others"
             )
-        is_noted = job is not None and bool(job.entry)
-        if is_noted and not self._is_compared:
-            self.counts["new"] += 1
-        elif job and body and is_noted and not await self._is_sent(job, body):
-            body = job = None
-        self._in_flight.append((job.campaign, job.entry) if job and is_noted else None)
+        if job is not None and not job.entry:
+            job = None  # a second drawing is not noted
+        if job and body:
+            if not self._is_compared:
+                self.counts["new"] += 1
+            elif not await self._is_sent(job, body):
+                body = job = None
+        self._in_flight.append(job)
         self.position += 1
         return body
 
     async def _is_sent(self, job: SentJob, body: str) -> bool:
-        ledger = await self._ledger(job.campaign)
+        ledger = self.ledgers.of(job.campaign)
+        if not ledger.is_read:
+            try:
+                await ledger.read()
+            except SetupError as error:
+                self._refuse(error)
         found = ledger.compare(job.entry)
         # A failed job that was mended is sent whatever was sent before.
         if isinstance(body, MendedMessage):
             found = "new"
         self.counts[found] += 1
-        key = job.entry[:HASH_BYTES]
-        digest = job.entry[HASH_BYTES:]
         if found == "changed" and not self.skips_changed:
             raise SetupError(
                 f"the job {job_key(job.campaign, job.id)}, number {self.position + 1}, was sent"
@@ -131,24 +135,15 @@ class LoadedCampaigns:
         if found == "changed" or (found == "as_before" and not self.sends_again):
             return False
         if self.only is None:
-            ledger.claimed[key] = digest
+            ledger.claimed[job.entry[:HASH_BYTES]] = job.entry[HASH_BYTES:]
         return True
-
-    async def _ledger(self, campaign: str) -> Ledger:
-        ledger = self.ledgers.of(campaign)
-        if not (ledger.is_read or self._is_refused or not self._is_compared):
-            try:
-                await ledger.read()
-            except SetupError as error:
-                self._refuse(error)
-        return ledger
 
     def confirm(self, confirmed: int) -> None:
         """The positions below *confirmed* are stored."""
         while self._in_flight and self._confirmed < confirmed:
             self._confirmed += 1
             if (job := self._in_flight.popleft()) is not None and not self._is_refused:
-                self.ledgers.of(job[0]).pending += job[1]
+                self.ledgers.of(job.campaign).pending += job.entry
 
     async def note(self) -> None:
         """Notes which jobs are sent; where that fails, the load goes on."""
@@ -175,8 +170,9 @@ class Sample:
 
     def __init__(self, share: float, key: str, signer: JobSigner | None = None) -> None:
         self._below = round(share * 2**64)
-        own_key = key.encode()[: hashlib.blake2b.MAX_KEY_SIZE]
-        self._hash = hashlib.blake2b(key=own_key, digest_size=8)
+        self._hash = hashlib.blake2b(
+            key=key.encode()[: hashlib.blake2b.MAX_KEY_SIZE], digest_size=8
+        )
         self._signer = signer
 
     def second_drawing(self, body: str) -> str | None:

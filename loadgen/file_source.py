@@ -85,9 +85,9 @@ class UnchangedFile:
 
     def __init__(self, path: Path, form: Format, name: str = "") -> None:
         """*name*: the name in messages; by default the path."""
+        self.name = name or str(path)
         self._path = path
         self._form = form
-        self._name = name or str(path)
         self._version: tuple[int, ...] | None = None
 
     @contextmanager
@@ -106,7 +106,7 @@ class UnchangedFile:
             why = f"as {self._form.name}: {error}"
         else:
             return
-        raise SetupError(f"{self._name} {why}")
+        raise SetupError(f"{self.name} {why}")
 
     def _check_version(self, file: BufferedReader) -> None:
         found = os.fstat(file.fileno())
@@ -114,7 +114,7 @@ class UnchangedFile:
         self._version = self._version or version
         if version != self._version:
             raise SetupError(
-                f"{self._name} has changed while it was being read; what was sent stays"
+                f"{self.name} has changed while it was being read; what was sent stays"
             )
 
 
@@ -159,9 +159,8 @@ class FileSource:
         **terms: Unpack[Terms],
     ) -> None:
         """*name*: the file's name in messages; by default its path."""
-        self._name = name or str(path)
         self._form = form
-        self._opened = UnchangedFile(path, form, self._name).opened
+        self._file = UnchangedFile(path, form, name)
         self.report = terms.get("report") or Report()
         self._signer = terms.get("signer")
         self._campaign = terms.get("campaign")
@@ -181,23 +180,22 @@ class FileSource:
         self._ids = digest(
             f"{path.name.removesuffix('.gz')} {self._campaign} {self._defaults}".encode()
         )
-        with self._opened() as stream:
+        with self._file.opened() as stream:
             entries = form.count(stream)
         count = terms.get("count")
         self.count = entries if count is None else min(count, entries)
 
     def describe(self) -> str:
         """The name of the file with its number of entries; some may hold no job."""
-        return (
-            f"{self._name}: {self.count:,} {self._form.unit}{'s' * (self.count != 1)}"
-        )
+        unit = f"{self._form.unit}{'s' * (self.count != 1)}"
+        return f"{self._file.name}: {self.count:,} {unit}"
 
     def check(self, on_job: OnJob | None = None) -> None:
         """Checks each entry, for *on_job*; or raises SetupError."""
         for _ in self._read(self.report.reject, on_job or (lambda *_: None)):
             pass
         if self.report.count and not self.report.skips:
-            raise SetupError(self.report.sentence(self._name))
+            raise SetupError(self.report.sentence(self._file.name))
 
     def bodies(self) -> Iterator[str | None]:
         return self._read(self.report.reject if self.report.skips else self._refuse)
@@ -215,7 +213,7 @@ class FileSource:
         repeats = Digests()
         self.differences.clear()
         self.comments = self.empty = self.repeated = 0
-        with self._opened() as stream:
+        with self._file.opened() as stream:
             for entry in itertools.islice(self._form.entries(stream), self.count):
                 problem = entry.problem
                 body = None

@@ -5,6 +5,7 @@ import hashlib
 import json
 import mimetypes
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple
 
@@ -17,7 +18,7 @@ from imagefleet.job import message
 from imagefleet.job.message import MAX_IMAGE_BYTES
 from imagefleet.job.passes import img2img
 from imagefleet.storage.protocol import BlobStore
-from loadgen.formats.lines import ChangedFormat, Entry, Format
+from loadgen.formats.lines import ChangedFormat, Entry
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
@@ -78,36 +79,34 @@ def _picture(folder: Path, path: Path) -> Picture:
     return Picture(path, name, sha256)
 
 
+@dataclass
 class WithInputs(ChangedFormat):
     """Each entry of a format once for each of the *pictures*, with which the job begins."""
 
-    def __init__(self, form: Format, pictures: Sequence[Picture]) -> None:
-        super().__init__(form)
-        self._pictures = pictures
+    pictures: Sequence[Picture]
 
     def entries(self, stream: BinaryIO) -> Iterator[Entry]:
         for entry in self.form.entries(stream):
-            for picture in self._pictures:
+            for picture in self.pictures:
                 yield _with_input(entry, picture)
 
     def count(self, stream: BinaryIO) -> int:
-        return super().count(stream) * len(self._pictures)
+        return super().count(stream) * len(self.pictures)
 
 
 def _with_input(entry: Entry, picture: Picture) -> Entry:
-    place = f"{entry.place}, {picture.path}"
+    entry = entry._replace(place=f"{entry.place}, {picture.path}")
     fields = message.fields_if_any(entry.text)
     if entry.problem or not fields:
-        return entry._replace(place=place)
+        return entry
     if fields.get(FIELD):
-        problem = f"{FIELD}: --inputs gives it: leave it out"
-        return entry._replace(place=place, problem=problem)
+        return entry._replace(problem=f"{FIELD}: --inputs gives it: leave it out")
     fields[FIELD] = [picture.name]
     if fields.get("id"):
         # One name is one job.
         digest = hashlib.sha256(picture.name.encode()).hexdigest()
         fields["id"] = f"{fields['id']}-{digest[:_DIGITS]}"
-    return entry._replace(place=place, text=json.dumps(fields, ensure_ascii=False))
+    return entry._replace(text=json.dumps(fields, ensure_ascii=False))
 
 
 async def upload(
@@ -127,8 +126,9 @@ async def upload(
         if hashlib.sha256(data).hexdigest() != picture.sha256:
             raise SetupError(f"--inputs {picture.path}: it was changed in between")
         kind, _ = mimetypes.guess_type(picture.name)
-        blob = f"{img2img.INPUTS}{picture.name}"
-        is_new = await files.create(blob, data, kind or "image/png", {})
+        is_new = await files.create(
+            f"{img2img.INPUTS}{picture.name}", data, kind or "image/png", {}
+        )
         new += is_new  # at once: others add to it while this one waits
         on_stored()
 

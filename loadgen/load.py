@@ -77,10 +77,9 @@ class Load:
         self._on_notice = on_notice
         self._restart = restart
         self._cancelled = CancelledCampaigns(storage.files, storage.queue.name)
-        self._ledgers = Ledgers(storage)
         self._campaigns = LoadedCampaigns(
             self._cancelled,
-            self._ledgers,
+            Ledgers(storage),
             on_notice,
             only=source.campaign,
             sends_again=restart,

@@ -48,8 +48,12 @@ class Rejected(NamedTuple):
             "reason": reason,
             "row": text or None,
         }
-        told = {name: each for name, each in facts.items() if each is not None}
-        return cls(entry.place, reason, job, told)
+        return cls(
+            entry.place,
+            reason,
+            job,
+            {name: each for name, each in facts.items() if each is not None},
+        )
 
     @property
     def why(self) -> str:

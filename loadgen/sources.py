@@ -53,8 +53,8 @@ class TemplateSource:
         self._seed = read.seed if seed is None else seed
         self._fixed = dict(read.job)
         content += f" seed={self._seed}"
-        given = {name: terms.get(name) for name in ("campaign", "defaults")}
-        for name, value in given.items():
+        for name in ("campaign", "defaults"):
+            value = terms.get(name)
             if value is not None and not self._fixed.get(name):
                 self._fixed[name] = str(value)
                 content += f" {name}={value}"
@@ -102,7 +102,8 @@ class TemplateSource:
             self.differences.clear()  # they are of the first jobs alone
             return
         for index in range(self.count):
-            on_job(f"job {index + 1}", self._job(index, self._draws(index)))
+            draws = self._patterns.draw(self._seed, index)
+            on_job(f"job {index + 1}", self._job(index, draws))
 
     def bodies(self) -> Iterator[str]:
         self.differences.clear()
@@ -111,10 +112,7 @@ class TemplateSource:
 
     def body(self, index: int) -> str:
         """Message *index*, whatever comes before it; raises SetupError for an invalid job."""
-        return self._body(index, self._draws(index))
-
-    def _draws(self, index: int) -> list[Draw]:
-        return self._patterns.draw(self._seed, index)
+        return self._body(index, self._patterns.draw(self._seed, index))
 
     def _job(self, index: int, draws: list[Draw]) -> Job:
         render = self._patterns.render

@@ -153,8 +153,9 @@ def _load(path: Path) -> JSONDict:
     except OSError as error:
         raise SetupError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        reason = redaction.reason(error)
-        raise SetupError(f"{path} is not valid {path.suffix[1:]}: {reason}") from None
+        raise SetupError(
+            f"{path} is not valid {path.suffix[1:]}: {redaction.reason(error)}"
+        ) from None
     if not isinstance(document, dict):
         raise SetupError(f"{path}: a template is a mapping with at least `prompt`")
     return document
@@ -180,10 +181,9 @@ class _Slot(NamedTuple):
     words: tuple[_Word, ...]
 
     def pick(self, fraction: float) -> int:
-        total = self.cumulative[-1]
         # Rounding may lift the product up to the last sum, so that is not searched.
         return bisect.bisect_right(
-            self.cumulative, fraction * total, 0, len(self.words) - 1
+            self.cumulative, fraction * self.cumulative[-1], 0, len(self.words) - 1
         )
 
 

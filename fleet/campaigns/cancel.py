@@ -9,6 +9,7 @@ from imagefleet import cancelled
 from imagefleet.errors import SetupError
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
+from imagefleet.storage.protocol import JobQueue
 from imagefleet.storage.settings import StorageSettings
 
 
@@ -53,41 +54,37 @@ async def command(
     named = target.campaign(campaign)
     if everything == (named is not None):
         raise SetupError("choose what to cancel: a CAMPAIGN or --all")
-    if pause or resume:
-        if named is None or pause == resume or dry_run:
-            raise SetupError(
-                "--pause and --resume are for a CAMPAIGN, one of the two, without --dry-run"
-            )
-        async with console.connected(settings) as fleet:
-            await _pause(fleet.storage, named, is_paused=pause, as_json=as_json)
-        return
+    if (pause or resume) and (named is None or pause == resume or dry_run):
+        raise SetupError(
+            "--pause and --resume are for a CAMPAIGN, one of the two, without --dry-run"
+        )
     async with console.connected(settings) as fleet:
-        queue = fleet.storage.queue
-        count = (await queue.depth()).messages
-        messages = console.counted(count, "job")
-        if named is not None:
-            await _cancel(
-                fleet.storage, named, count, dry_run=dry_run, yes=yes, as_json=as_json
-            )
-            return
-        if not dry_run:
-            if count:
-                console.confirm(
-                    f"Delete {messages} of the queue {queue.name} for good?", yes=yes
-                )
-            await queue.clear()
+        storage = fleet.storage
+        if unsure := await target.check_campaign(storage, named):
+            console.print_warning(unsure)
+        if named is None:
+            await _clear(storage.queue, dry_run=dry_run, yes=yes, as_json=as_json)
+        elif pause or resume:
+            await _pause(storage, named, is_paused=pause, as_json=as_json)
+        else:
+            await _cancel(storage, named, dry_run=dry_run, yes=yes, as_json=as_json)
+
+
+async def _clear(queue: JobQueue, *, dry_run: bool, yes: bool, as_json: bool) -> None:
+    count = (await queue.depth()).messages
+    messages = f"{console.counted(count, 'job')} of the queue {queue.name}"
+    if not dry_run:
+        if count:
+            console.confirm(f"Delete {messages} for good?", yes=yes)
+        await queue.clear()
     record = {"queue": queue.name, "messages": count, "deleted": not dry_run}
     would = "would be " if dry_run else ""
-    console.show(
-        record, f"{messages} of the queue {queue.name} {would}deleted", as_json=as_json
-    )
+    console.show(record, f"{messages} {would}deleted", as_json=as_json)
 
 
 async def _pause(
     storage: Storage, campaign: str, *, is_paused: bool, as_json: bool
 ) -> None:
-    if unsure := await target.check_campaign(storage, campaign):
-        console.print_warning(unsure)
     is_new = await cancelled.pause(storage, campaign, is_paused=is_paused)
     sentence = (
         f"campaign {campaign} is paused: workers put its jobs off, within ten seconds;"
@@ -102,24 +99,16 @@ async def _pause(
 
 
 async def _cancel(
-    storage: Storage,
-    campaign: str,
-    messages: int,
-    *,
-    dry_run: bool,
-    yes: bool,
-    as_json: bool,
+    storage: Storage, campaign: str, *, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    if unsure := await target.check_campaign(storage, campaign):
-        console.print_warning(unsure)
+    messages = (await storage.queue.depth()).messages
     found = await reader.counts(storage, campaign)
     at = None
     if not (dry_run and as_json):
-        is_counted = found.pending is not None
         left = (
-            console.counted(found.pending or 0, "job")
-            if is_counted
-            else "an unknown number"
+            "an unknown number"
+            if found.pending is None
+            else console.counted(found.pending, "job")
         )
         held = f"the queue {storage.queue.name} holds {console.counted(messages, 'message')}"
         to = console.stdout if dry_run else console.stderr
@@ -134,13 +123,16 @@ async def _cancel(
         ):
             at = await cancelled.cancel(storage, campaign)
     if as_json:
-        of_queue = {
-            "campaign": campaign,
-            "queue": storage.queue.name,
-            "messages": messages,
-        }
-        numbers = {**asdict(found), "pending": found.pending}
-        console.print_json({**of_queue, **numbers, "cancelled_until": at})
+        console.print_json(
+            {
+                "campaign": campaign,
+                "queue": storage.queue.name,
+                "messages": messages,
+                **asdict(found),
+                "pending": found.pending,
+                "cancelled_until": at,
+            }
+        )
     elif at is not None:
         console.print_plain(
             f"campaign {campaign} is cancelled: workers end what was sent until"

@@ -44,7 +44,6 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> JSONDict:
     The state is its record's outcome, `queued`, `in flight`, either of both, or `unknown`, *since*
     when; the stage, of a job with several, is the last stored, or that which waits or has failed.
     """
-    job = outcomes.JobFacts(job_id, campaign)
     # Before the images: a job that completes in between must not be taken for an unknown one.
     messages = (await storage.queue.depth()).messages
     digest = await ledger.digest_of(storage, campaign, job_id)
@@ -79,7 +78,7 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> JSONDict:
             "stage": _stage(message.body),
             "attempts": message.delivery_count,
         }
-    elif end := await outcomes.last_end(storage, job):
+    elif end := await outcomes.last_end(storage, outcomes.JobFacts(job_id, campaign)):
         found |= _recorded(end)
     elif messages > 0 and not storage.queue.is_local:
         # Azure shows no more than the first of the messages that wait, and none in flight.
@@ -88,12 +87,14 @@ async def look_up(storage: Storage, campaign: str, job_id: str) -> JSONDict:
 
 
 def _recorded(record: Record) -> JSONDict:
-    names = ("attempts", "worker", "error", "reason")
     return {
         "state": record.outcome,
         "since": record.at,
         "stage": record.stage if record.stages > 1 else None,
-        **{name: getattr(record, name) for name in names},
+        **{
+            name: getattr(record, name)
+            for name in ("attempts", "worker", "error", "reason")
+        },
     }
 
 

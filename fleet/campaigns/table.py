@@ -147,9 +147,9 @@ class Campaigns:
                     " not in these figures: no load, sweep or client has noted that they were sent"
                 )
         if self.unfit_records:
-            records = console.counted(self.unfit_records, "record")
             found.append(
-                f"{records} not in these figures: they do not fit what was sent or stored"
+                f"{console.counted(self.unfit_records, 'record')} not in these figures: they do not"
+                " fit what was sent or stored"
             )
         return found
 

@@ -72,8 +72,9 @@ def command(
     console.check_writable(json_file)
     require_libraries()
     if cascade:
-        stages = [demo.find_checkpoint(demo.CASCADE / name) for name in ("base", "sr")]
-        model = ",".join(map(str, stages))
+        model = ",".join(
+            str(demo.find_checkpoint(demo.CASCADE / stage)) for stage in ("base", "sr")
+        )
         loras = None
         messages = demo.read_jobs(demo.CASCADE, "demo-cascade")
     else:
@@ -94,8 +95,11 @@ def command(
         "name": "demo",
     }
     # Its jobs are not signed, one never could be; the fleet's accelerator and VAE are not its.
-    accelerator = str(demo.ACCELERATOR) if few_steps else None
-    own = {"trusted_key": None, "accelerator": accelerator, "vae": None}
+    own = {
+        "trusted_key": None,
+        "accelerator": str(demo.ACCELERATOR) if few_steps else None,
+        "vae": None,
+    }
     settings = options.read(WorkerSettings, given).model_copy(update=own)
     with console.only_one(storage):
         _prepare(storage)
@@ -201,8 +205,9 @@ def _show(
     script = sys.argv[0]
     name = Path(script).name
     program = name if shutil.which(name) == script else shlex.quote(script)
-    address = shlex.quote(settings.storage)
-    console.print_plain(f"\n  {program} failed --storage {address}")
+    console.print_plain(
+        f"\n  {program} failed --storage {shlex.quote(settings.storage)}"
+    )
 
 
 #: The longer side of an image on the sheet; smaller ones are enlarged.

@@ -77,17 +77,18 @@ async def command(
             with contextlib.closing(PlanDatabase("")) as database:
                 plan = await _plan(fleet.storage, database, plan)
             plan = plan.model_copy(update={"storage": absolute_url(fleet.storage)})
-        more = {
+        record = {
+            **plan.model_dump(),
             "shards": plan.shard_count,
             "bytes_needed": _needed(plan),
             "reads": plan.images - plan.packed + plan.packs,
+            "folder": str(folder),
         }
         facts = {
             "images": f"{plan.images:,}, {filesize.decimal(plan.bytes)}",
             "shards": f"{plan.shard_count:,} of {plan.shard_size:,} images",
             "on the disk": f"about {filesize.decimal(_needed(plan))} in {folder}",
         }
-        record = {**plan.model_dump(), **more, "folder": str(folder)}
         console.show(record, facts, as_json=as_json)
         return
     with console.only_one(folder):
@@ -111,8 +112,9 @@ async def _export(
         with files.writing(folder):
             found = Manifest.read(folder)
             if found is None:
-                key = fleet.keys.signing
-                found = await _make(storage, folder, wanted, key, signs, quiet=quiet)
+                found = await _make(
+                    storage, folder, wanted, fleet.keys.signing, signs, quiet=quiet
+                )
             else:
                 _check_same(found, wanted, folder)
                 stored = (await reader.counts(storage, wanted.campaign)).images
@@ -140,8 +142,9 @@ async def _make(
         await target.check_campaign(storage, wanted.campaign)
         counts = await reader.counts(storage, wanted.campaign)
         if not counts.images:
-            name = wanted.campaign
-            raise SetupError(f"campaign {name} has no images yet: nothing to export")
+            raise SetupError(
+                f"campaign {wanted.campaign} has no images yet: nothing to export"
+            )
         if counts.pending:
             console.print_warning(
                 f"{console.counted(counts.pending, 'job')} of {wanted.campaign} still to do: their"
@@ -158,8 +161,9 @@ async def _make(
         plan = database.plan() or await _plan(storage, database, wanted, folder)
         _check_same(plan, wanted, folder)
         with console.counting("exported", plan.images, quiet=quiet) as on_images:
-            exporter = Exporter(folder, database, plan, storage, signs)
-            shards = await exporter.run(on_images)
+            shards = await Exporter(folder, database, plan, storage, signs).run(
+                on_images
+            )
         loras = await _hashes(storage, database.loras())
     made = Manifest.of(plan, shards, loras, key)
     console.write_file(folder / MANIFEST, made.model_dump_json(indent=2) + "\n")
@@ -187,8 +191,9 @@ async def _plan(
     """Makes the plan; raises SetupError if *folder* has no space for it."""
     damaged = Damaged()
     records = reader.drawings(storage, wanted.campaign, damaged, wanted.keep)
-    stores = (storage.blobs, storage.packs)
-    listings = [store.records(f"{wanted.campaign}/") for store in stores]
+    listings = [
+        store.records(f"{wanted.campaign}/") for store in (storage.blobs, storage.packs)
+    ]
     with console.counting("planned", None) as on_records:
         made = await database.make(records, listings, wanted, damaged, on_records)
     if damaged.count:
@@ -230,5 +235,8 @@ def _report(made: Manifest, folder: Path, *, as_json: bool) -> None:
         )
     images = f"{console.counted(made.images, 'image')}, {filesize.decimal(made.bytes)}"
     line = f"{images}, in {console.counted(len(made.shards), 'shard')}: {folder}"
-    record = {**made.model_dump(exclude={"shards"}), "folder": str(folder)}
-    console.show(record, line, as_json=as_json)
+    console.show(
+        {**made.model_dump(exclude={"shards"}), "folder": str(folder)},
+        line,
+        as_json=as_json,
+    )

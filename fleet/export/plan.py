@@ -107,12 +107,13 @@ class PlanDatabase:
         """Opens the database *file*; one without a name is deleted by SQLite when it is closed."""
         self._db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
         self._db.executescript(_TABLES)
+        self._execute = self._db.execute
 
     def close(self) -> None:
         self._db.close()
 
     def plan(self) -> ExportPlan | None:
-        found = self._db.execute("SELECT json FROM plan").fetchone()
+        found = self._execute("SELECT json FROM plan").fetchone()
         return found and ExportPlan.model_validate_json(found[0])
 
     async def make(
@@ -128,53 +129,55 @@ class PlanDatabase:
         *damaged* counts what does not fit while *records* are read.
         """
         with self._db:  # commits, or rolls back
-            self._db.execute("BEGIN")
+            self._execute("BEGIN")
             async for batch in records:
                 await asyncio.to_thread(self._list, batch, plan.keep)
                 on_records(len(batch))
             # Records are untrusted: what an image takes is what the storage says.
             for listing in stored:
                 async for blob in listing:
-                    row = [blob.name, blob.size_bytes, blob.metadata.get("sha256")]
-                    self._db.execute(
-                        "INSERT OR REPLACE INTO stored VALUES(?, ?, ?)", row
+                    self._execute(
+                        "INSERT OR REPLACE INTO stored VALUES(?, ?, ?)",
+                        [blob.name, blob.size_bytes, blob.metadata.get("sha256")],
                     )
             for statement in _SORT:
-                await asyncio.to_thread(self._db.execute, statement)
-            images, found, size = self._db.execute(
+                await asyncio.to_thread(self._execute, statement)
+            images, found, size = self._execute(
                 "SELECT (SELECT count(*) FROM images), count(size), coalesce(sum(size), 0)"
                 " FROM (SELECT DISTINCT coalesce(pack, blob) AS blob FROM images)"
                 " JOIN stored USING (blob)"
             ).fetchone()
             if plan.has_credentials:
-                self._db.execute("UPDATE images SET pack = NULL")
-            packed, packs = self._db.execute(
+                self._execute("UPDATE images SET pack = NULL")
+            packed, packs = self._execute(
                 "SELECT count(pack), count(DISTINCT pack) FROM images"
             ).fetchone()
-            numbers = {
-                "images": images,
-                "stored": found,
-                "bytes": size,
-                "packed": packed,
-                "packs": packs,
-                "misfits": damaged.count,
-            }
-            plan = plan.model_copy(update=numbers)
-            self._db.execute("INSERT INTO plan VALUES(?)", [plan.model_dump_json()])
+            plan = plan.model_copy(
+                update={
+                    "images": images,
+                    "stored": found,
+                    "bytes": size,
+                    "packed": packed,
+                    "packs": packs,
+                    "misfits": damaged.count,
+                }
+            )
+            self._execute("INSERT INTO plan VALUES(?)", [plan.model_dump_json()])
         return plan
 
     def records(self, number: int, shard_size: int) -> Iterator[list[Record]]:
         """The records of each image of a shard, by the images' names."""
         places = number * shard_size, (number + 1) * shard_size
-        found = self._db.execute(_RECORDS, [*places, _MOST_RECORDS])
+        found = self._execute(_RECORDS, [*places, _MOST_RECORDS])
         for _, rows in itertools.groupby(found, key=lambda row: row[0]):
             yield [Record.read(line) for _, line in rows]
 
     def packs(self) -> Iterator[list[Record]]:
         """The records of the images of each pack that is copied, by the packs' names."""
-        names = self._db.execute("SELECT DISTINCT pack FROM images ORDER BY pack")
-        for (name,) in names.fetchall():
-            rows = self._db.execute(
+        for (name,) in self._execute(
+            "SELECT DISTINCT pack FROM images ORDER BY pack"
+        ).fetchall():
+            rows = self._execute(
                 "SELECT line FROM images JOIN listed USING (blob) WHERE images.pack = ?",
                 [name],
             ).fetchall()
@@ -182,14 +185,16 @@ class PlanDatabase:
                 yield [Record.read(line) for (line,) in rows]
 
     def done(self, number: int) -> Shard | None:
-        found = self._db.execute(
+        found = self._execute(
             "SELECT json FROM done WHERE shard = ?", [number]
         ).fetchone()
         return found and Shard.model_validate_json(found[0])
 
     def note(self, number: int, shard: Shard) -> None:
-        row = [number, shard.model_dump_json()]
-        self._db.execute("INSERT OR REPLACE INTO done VALUES(?, ?)", row)
+        self._execute(
+            "INSERT OR REPLACE INTO done VALUES(?, ?)",
+            [number, shard.model_dump_json()],
+        )
 
     def _list(self, records: Sequence[Record], rule: Keep | None) -> None:
         rows = (
@@ -204,12 +209,14 @@ class PlanDatabase:
             for each in records
         )
         self._db.executemany("INSERT INTO listed VALUES(?, ?, ?, ?, ?, ?)", rows)
-        names = {(lora.name,) for each in records for lora in each.loras}
-        self._db.executemany("INSERT OR IGNORE INTO loras VALUES(?)", names)
+        self._db.executemany(
+            "INSERT OR IGNORE INTO loras VALUES(?)",
+            {(lora.name,) for each in records for lora in each.loras},
+        )
 
     def loras(self) -> set[str]:
         """Names of LoRAs, as the records tell them."""
-        return {name for (name,) in self._db.execute("SELECT name FROM loras")}
+        return {name for (name,) in self._execute("SELECT name FROM loras")}
 
 
 MANIFEST = "manifest.json"

@@ -66,8 +66,9 @@ class Exporter:
         count = self.plan.shard_count - self.plan.packs
         for number in range(count):
             await make((number, None))
-        packs = enumerate(self.database.packs(), count)
-        await concurrency.for_each(packs, make, download.CONCURRENT_PACKS)
+        await concurrency.for_each(
+            enumerate(self.database.packs(), count), make, download.CONCURRENT_PACKS
+        )
         return [done[number] for number in sorted(done)]
 
     async def _copy(self, records: list[Record]) -> Shard:

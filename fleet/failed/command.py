@@ -158,12 +158,12 @@ async def move(
         if count > (verb == "replayed"):
             failed_jobs.print_preview(preview, verb, console.stderr)
             jobs = console.counted(count, "job")
-            question = (
+            console.confirm(
                 f"Send {jobs} again?"
                 if verb == "replayed"
-                else f"Discard {jobs} for good?"
+                else f"Discard {jobs} for good?",
+                yes=how.yes,
             )
-            console.confirm(question, yes=how.yes)
     with console.counting(verb, None) as on:
         swept = await work(fleet.storage, selection, lambda count: on(done=count))
     if not (swept.done or swept.refused):

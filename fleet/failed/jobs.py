@@ -128,8 +128,9 @@ def exported(record: Record) -> JSONDict:
     named = {"id": record.id}
     if record.campaign != message.DEFAULT_CAMPAIGN:
         named["campaign"] = record.campaign
-    shown = SHOWN - {"id", "campaign", "stage"}
-    reasons = record.model_dump(mode="json", include=shown, exclude_none=True)
+    reasons = record.model_dump(
+        mode="json", include=SHOWN - {"id", "campaign", "stage"}, exclude_none=True
+    )
     # A job without an id took its message's: it stays the same job.
     given = {
         name: each
@@ -141,8 +142,9 @@ def exported(record: Record) -> JSONDict:
 
 def report(verb: Verb, swept: Swept, *, as_json: bool) -> None:
     if as_json:
-        refused = [asdict(each) for each in swept.refused]
-        console.print_json({verb: swept.done, "refused": refused})
+        console.print_json(
+            {verb: swept.done, "refused": [asdict(each) for each in swept.refused]}
+        )
         return
     console.print_plain(f"{console.counted(swept.done, 'job')} {verb}")
     _print_staying(swept.refused, len(swept.refused), console.stdout)
@@ -161,16 +163,16 @@ def print_preview(
 ) -> None:
     count = preview.kinds.total()
     if as_json:
-        record = {
-            "count": count,
-            "jobs": _counted(preview.kinds, "campaign", "error"),
-            "prompts": preview.prompts,
-            "refused": preview.refused,
-        }
-        console.print_json(record)
+        console.print_json(
+            {
+                "count": count,
+                "jobs": _counted(preview.kinds, "campaign", "error"),
+                "prompts": preview.prompts,
+                "refused": preview.refused,
+            }
+        )
         return
-    jobs = console.counted(count, "job")
-    console.print_plain(f"{jobs} would be {verb}", to)
+    console.print_plain(f"{console.counted(count, 'job')} would be {verb}", to)
     _print_counts(preview.kinds, "campaign", "error", to=to)
     for prompt in preview.prompts:
         is_long = len(prompt) > _TEXT_CHARACTERS
@@ -191,8 +193,9 @@ def print_listing(kinds: Kinds, jobs: list[JSONDict], *, as_json: bool) -> None:
     """Prints the counts and the first jobs."""
     count = kinds.total()
     if as_json:
-        errors_found = _counted(kinds, "error", "reason")
-        console.print_json({"count": count, "errors": errors_found, "jobs": jobs})
+        console.print_json(
+            {"count": count, "errors": _counted(kinds, "error", "reason"), "jobs": jobs}
+        )
         return
     console.print_plain(
         console.counted(count, "failed job") if count else "no failed jobs"

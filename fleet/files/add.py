@@ -97,12 +97,13 @@ async def add(
     if len(sources) > 1 and (given.name or given.sha256):
         raise SetupError("--name and --sha256 are for one file")
     keys = settings.keys()
-    # Signing what others have listed needs --manifest.
-    create = given.manifest or (kind.needs_list and not keys.signing)
     async with AsyncExitStack() as stack:
         ready = [await _ready(stack, kind, each, given) for each in sources]
         storage = await stack.enter_async_context(open_storage(settings))
-        create = create or bool(not keys.signing and any(file.alias for file in ready))
+        # Signing what others have listed needs --manifest.
+        create = given.manifest or (
+            not keys.signing and (kind.needs_list or any(file.alias for file in ready))
+        )
         listing = Listing(storage, kind.folder, keys, create=create)
         if not dry_run:
             await storage.create()
@@ -132,8 +133,9 @@ async def add(
             )
     if (more := len(notes) - console.SCREEN_LINES) > 0:
         notes[console.SCREEN_LINES :] = [f"and {more:,} more"]
-    document = {"files": rows, "dry_run": dry_run}
-    console.show(document, *lines, notes=notes, as_json=as_json)
+    console.show(
+        {"files": rows, "dry_run": dry_run}, *lines, notes=notes, as_json=as_json
+    )
 
 
 async def store(
@@ -156,9 +158,8 @@ async def store(
             sent[file.name] = so_far
             show(sent.total(), total)
 
-        storage = listing.storage
         await stored.store(
-            storage, kind, file, on_progress, replace=replace, dry_run=dry_run
+            listing.storage, kind, file, on_progress, replace=replace, dry_run=dry_run
         )
 
     await concurrency.for_each(ready, put, UPLOADS)
@@ -197,11 +198,14 @@ async def _aliases(
 
 def _expanded(kind: FileKind, source: str) -> list[str]:
     """The files in a folder; of a model, which may be a folder itself, *source*."""
-    if kind is MODEL or not Path(source).is_dir():
+    path = Path(source)
+    if (
+        kind is MODEL
+        or not path.is_dir()
+        or (kind is kinds.LORA and adapter.folders_of(path))
+    ):
         return [source]
-    if kind is kinds.LORA and adapter.folders_of(Path(source)):
-        return [source]
-    inside = map(str, Path(source).iterdir())
+    inside = map(str, path.iterdir())
     found = sorted(file for file in inside if file.endswith(kind.suffixes))
     if not found:
         raise SetupError(f"there is no {' or '.join(kind.suffixes)} in {source!r}")
@@ -216,9 +220,10 @@ async def _ready(
 ) -> Ready:
     """The checked file, which is there as long as the *stack*; raises SetupError."""
     wanted = kinds.OTHER_MODEL if kind is MODEL else kind
-    local = stored.local_file(source, given.sha256, wanted, given.cache)
-    path = await stack.enter_async_context(local)
-    if kind is kinds.MODEL:
+    path = await stack.enter_async_context(
+        stored.local_file(source, given.sha256, wanted, given.cache)
+    )
+    if kind is MODEL:
         return await _model(stack, path, given)
     if kind is kinds.KERNELS:
         header, _ = kernels.read(path)

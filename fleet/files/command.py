@@ -103,13 +103,14 @@ async def list_command(
         )
         for row in rows
     )
-    made = console.table(["name"], ["MB"], ["content", "added", "SHA-256"], rows=cells)
-    table = [made] if rows else []
-    console.show({"files": [asdict(row) for row in rows]}, *table, as_json=as_json)
-    if not rows and not as_json:
-        console.print_note(
-            f"{found.folder}/ is empty: `{found.add_command}` stores files there"
-        )
+    table = console.table(["name"], ["MB"], ["content", "added", "SHA-256"], rows=cells)
+    empty = f"{found.folder}/ is empty: `{found.add_command}` stores files there"
+    console.show(
+        {"files": [asdict(row) for row in rows]},
+        *([table] if rows else []),
+        notes=[] if rows else [empty],
+        as_json=as_json,
+    )
 
 
 @app.command("remove")
@@ -145,8 +146,11 @@ async def remove_command(
             await stored.remove(storage, found, rows, settings.keys())
     would = "would be " if dry_run else ""
     lines = [f"{found.folder}/{row.name}: {would}removed" for row in rows]
-    document = {"files": [asdict(row) for row in rows], "dry_run": dry_run}
-    console.show(document, *lines, as_json=as_json)
+    console.show(
+        {"files": [asdict(row) for row in rows], "dry_run": dry_run},
+        *lines,
+        as_json=as_json,
+    )
 
 
 @app.command("make")

@@ -37,8 +37,9 @@ def make_kernels(
         console.show(document, str(output), notes=[note], as_json=as_json)
         return
     console.print_note("compiling for this GPU: some minutes, once")
-    wanted = process.engine_settings(settings)
-    engine = load.load_engine(replace(wanted, compile="auto", kernels=output))
+    engine = load.load_engine(
+        replace(process.engine_settings(settings), compile="auto", kernels=output)
+    )
     graphs = engine.graphs
     engine.close()
     files = sorted(map(str, output.glob(f"*{KERNELS.suffixes[0]}")))

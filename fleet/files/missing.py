@@ -152,6 +152,7 @@ async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> li
             if not wanted:
                 continue
             kind = NAMED[noun]
+            listing = Listing(storage, kind.folder, keys)
             own = elsewhere.names(kind)
             rows = await rows_of(storage, kind)
             there = names_of(kind, rows)
@@ -163,7 +164,7 @@ async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> li
             listed = there
             needs_list = keys.signing or (kind is EMBEDDING and not settings.is_local)
             if needs_list and kind is not IMAGE:
-                listed = await _listed(storage, kind, keys)
+                listed = await _listed(listing, kind)
             for use in wanted.values():
                 if use.name in own or use.name in there & listed:
                     continue
@@ -174,9 +175,9 @@ async def look(settings: SignerSettings, uses: Uses, elsewhere: Elsewhere) -> li
                     )
                 if use.name in there:
                     signed = ", which is signed" if keys.signing else ""
-                    blob = Listing(storage, kind.folder, keys).blob
                     use.reason = (
-                        f"not listed in {blob}{signed}: `{kind.add_command}` lists it"
+                        f"not listed in {listing.blob}{signed}:"
+                        f" `{kind.add_command}` lists it"
                     )
                 missing.append(use)
     return sorted(missing, key=lambda use: -use.jobs)
@@ -243,9 +244,9 @@ async def aliases(storage: Storage, keys: Keys, there: set[str]) -> set[str]:
     return found
 
 
-async def _listed(storage: Storage, kind: FileKind, keys: Keys) -> set[str]:
+async def _listed(listing: Listing, kind: FileKind) -> set[str]:
     """The names in a folder's list, which must be signed if there is a key."""
-    listing = Listing(storage, kind.folder, keys)
+    keys = listing.keys
     contents = await listing.read()
     if contents is None:
         return set()

@@ -97,8 +97,9 @@ def _own_file(source: str, sha256: str | None) -> Path:
 def check_file(path: Path, kind: FileKind) -> str:
     """Describes a file, as in 'SDXL LoRA'; SetupError if it is not of *kind*, or too large."""
     if path.suffix.lower() in addresses.PICKLE_SUFFIXES:
-        is_embedding = kind is kinds.EMBEDDING
-        advice = addresses.pickle_advice(str(path), is_embedding=is_embedding)
+        advice = addresses.pickle_advice(
+            str(path), is_embedding=kind is kinds.EMBEDDING
+        )
         raise SetupError(f"{str(path)!r} is {advice}")
     try:
         content = kinds.check(kind, str(path), check.read_header(path))
@@ -251,7 +252,7 @@ class Listing:
             is_as_wanted = contents is not None and contents.is_signed == bool(key)
             if not is_listed or (is_as_wanted and files == before):
                 return None
-            content = manifest.encode(self.folder, files, self.keys.signing)
+            content = manifest.encode(self.folder, files, key)
             manifest.parse(self.where, content)  # raises if it has become too large
             return content
 

@@ -69,8 +69,9 @@ def make(
     with reading(Path(jobs), "reading", is_shown=not as_json):
         source = open_source(jobs, form=given.form, count=given.count, seed=given.seed)
         source.check(note)
-    making = _make(settings, encoder, prompts, given, dry_run=dry_run, quiet=as_json)
-    lacking, is_listed = console.run(making)
+    lacking, is_listed = console.run(
+        _make(settings, encoder, prompts, given, dry_run=dry_run, quiet=as_json)
+    )
     stored = 0 if dry_run else len(lacking)
     document = {
         "encoder": encoder,
@@ -111,8 +112,9 @@ async def _make(
         lacking = [stem for stem in prompts if stem not in there]
         if dry_run or not lacking:
             return lacking, False
-        found = device.find_device(settings.device)
-        stage = encoders.open_encoder(Path(settings.model), found)
+        stage = encoders.open_encoder(
+            Path(settings.model), device.find_device(settings.device)
+        )
 
         def write(folder: str, stem: str) -> Ready:
             # One by one, so that they do not depend on which prompts come together.

@@ -88,9 +88,7 @@ class Campaign:
         """The share read of the bytes that the shards had when the campaign was opened."""
         ends = self._ends or {}
         position = self._follower.position
-        read = 0
-        for name, end in ends.items():
-            read += min(end, position.get(name, 0))
+        read = sum(min(end, position.get(name, 0)) for name, end in ends.items())
         return read / (sum(ends.values()) or 1)
 
     async def refresh(self) -> None:

@@ -38,7 +38,7 @@ async def command(
     shown = target.campaign(campaign)
     async with console.connected(settings) as fleet:
         await target.check_campaign(fleet.storage, shown)
-        app = server.Gallery(fleet, host, shown).application()
+        app = server.Gallery(fleet.storage, host, shown).application()
         async with probes.listening(app, host, port, "the gallery") as chosen:
             name = "localhost" if host in {"0.0.0.0", "::"} else host  # noqa: S104 - compared only
             url = f"http://{probes.authority(name, chosen)}/"

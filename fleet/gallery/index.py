@@ -161,7 +161,7 @@ class Index:
         tabs = {
             tab: self._counts["outcome", outcome] for tab, outcome in _OUTCOMES.items()
         }
-        without_image = sum(count for tab, count in tabs.items() if tab != "images")
+        without_image = sum(tabs.values()) - tabs["images"]
         return tabs, self._counts["job", ""] + without_image
 
     def names(self, kind: Literal["lora", "worker"]) -> list[tuple[str, int]]:
@@ -173,10 +173,9 @@ class Index:
 
     def select(self, chosen: Filter) -> np.ndarray:
         """The rows of a filter, the oldest first; 4 bytes each."""
-        conditions: list[tuple[str, object]]
-        conditions = [("outcome = ?", _OUTCOMES[chosen.tab])]
-        conditions += [
-            ("instr(text, ?)", word) for word in chosen.text.casefold().split()
+        conditions: list[tuple[str, object]] = [
+            ("outcome = ?", _OUTCOMES[chosen.tab]),
+            *(("instr(text, ?)", word) for word in chosen.text.casefold().split()),
         ]
         if chosen.worker:
             conditions.append(("worker = ?", chosen.worker))

@@ -23,11 +23,12 @@ from fleet.gallery import campaign, guard
 from fleet.gallery.campaign import Campaign, View
 from fleet.gallery.images import Images
 from fleet.gallery.index import Filter, reason
-from imagefleet import aio, redaction, validation
+from imagefleet import redaction, validation
 from imagefleet.errors import FleetError
 from imagefleet.files.picture import DamagedImageError
 from imagefleet.records import catalog, reader
 from imagefleet.records.record import Record
+from imagefleet.storage.open import Storage
 from imagefleet.validation import JSONDict
 
 _PAGE = Path(__file__).parent / "page"
@@ -51,32 +52,31 @@ class _Place(BaseModel):
 
 
 class Gallery:
-    def __init__(self, fleet: aio.Fleet, host: str, preferred: str | None) -> None:
+    def __init__(self, storage: Storage, host: str, preferred: str | None) -> None:
         """*preferred* is the campaign that is shown first."""
-        self._fleet = fleet
-        self._storage = fleet.storage
+        self._storage = storage
         self._preferred = preferred
         self._open: dict[str, Campaign] = {}
-        self._images = Images(fleet.storage)
+        self._images = Images(storage)
         self._guard = guard.Guard(host)
 
     def application(self) -> Application:
         app = Application(middlewares=[_errors_as_json, self._guard.check])
         app.on_response_prepare.append(guard.add_headers)
         app.on_cleanup.append(self._close)
-        app.add_routes(
-            [
-                web.get("/", _show_page),
-                web.static("/page", _PAGE),
-                web.get("/api/campaigns", self._list_campaigns),
-                web.get("/api/state", self._state),
-                web.get("/api/names", self._names),
-                web.get("/api/rows", self._rows),
-                web.get("/api/record", self._record),
-                web.get("/thumbnail", self._thumbnail),
-                web.get("/picture", self._picture),
-            ]
-        )
+        app.router.add_static("/page", _PAGE)
+        handlers: dict[str, Handler] = {
+            "/": _show_page,
+            "/api/campaigns": self._list_campaigns,
+            "/api/state": self._state,
+            "/api/names": self._names,
+            "/api/rows": self._rows,
+            "/api/record": self._record,
+            "/thumbnail": self._thumbnail,
+            "/picture": self._picture,
+        }
+        for path, handler in handlers.items():
+            app.router.add_get(path, handler)
         return app
 
     async def _close(self, _: Application) -> None:
@@ -88,9 +88,12 @@ class Gallery:
         if newest is None and "first" in request.query:
             shards = await catalog.shards_of(self._storage, None)
             newest = max(shards, key=catalog.began_at).campaign if shards else None
-        names = sorted(await self._campaigns())
         return _answer(
-            {"campaigns": names, "newest": newest, "storage": self._storage.url}
+            {
+                "campaigns": sorted(await self._campaigns()),
+                "newest": newest,
+                "storage": self._storage.url,
+            }
         )
 
     async def _campaigns(self) -> set[str]:

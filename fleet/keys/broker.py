@@ -132,7 +132,7 @@ class Broker:
             await self.check_policy()
         except RefusedError as refusal:
             # A caller chooses parts of the reason: escaped, they cannot forge another line.
-            log.warning(f"refused: {refusal.reason[:300]!a}", action="refused")
+            log.warning(f"refused: {refusal.reason!a}", action="refused")
             return web.json_response({"error": refusal.reason}, status=refusal.status)
         except FleetError as error:
             log.warning(error.message, action="policy_failed")
@@ -142,12 +142,14 @@ class Broker:
             action="tokens_given",
         )
         own = self._settings
-        life = timedelta(hours=own.token_hours)
-        minted = self._minter.mint(own.role, life, self._policy, own.model_names)
-        answer = minted.record
+        answer = self._minter.mint(
+            own.role, timedelta(hours=own.token_hours), self._policy, own.model_names
+        ).record
         if (own_id := proofs.machine_of(machine)) == machine.lower():
-            key = proofs.machine_key(str(self._secret), own_id)
-            answer |= {"machine": own_id, "machine_key": key}
+            answer |= {
+                "machine": own_id,
+                "machine_key": proofs.machine_key(str(self._secret), own_id),
+            }
         return web.json_response(answer, headers={"Cache-Control": "no-store"})
 
     async def check_policy(self) -> None:
@@ -217,9 +219,9 @@ async def command(settings: BrokerSettings) -> None:
         )
     app = application(Broker(settings, Identities(settings)))
     async with probes.listening(app, settings.host, settings.port, "requests") as port:
-        nodes = settings.salad_fleets or settings.organization
         log.info(
-            f"issuing tokens on port {port} to nodes of {nodes}",
+            f"issuing tokens on port {port} to nodes of"
+            f" {settings.salad_fleets or settings.organization}",
             action="broker_started",
         )
         await console.until_stopped(asyncio.Event().wait())

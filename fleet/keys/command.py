@@ -103,8 +103,9 @@ async def mint_command(
                 f"--model {name[:80]!r} is no model's name: letters, digits, spaces and _ . + ( ) -"
                 " only, without a path or suffix"
             )
-    life = timedelta(hours=token_hours)
-    minted = Minter(_on_azure(settings)).mint(allowed, life, policy, models)
+    minted = _minter(settings).mint(
+        allowed, timedelta(hours=token_hours), policy, models
+    )
     if policy is not None:
         await keys_mint.store_policy(settings, allowed, policy, models)
     _hand_out(settings, minted, file, as_json=as_json)
@@ -115,8 +116,9 @@ async def mint_command(
         )
         for place in minted.by_place
     ]
-    table = console.table(["resource"], texts=["allowed"], rows=rows)
-    console.print_tables(table, to=console.stderr)
+    console.print_tables(
+        console.table(["resource"], texts=["allowed"], rows=rows), to=console.stderr
+    )
     revoke = f", or until `imagefleet keys revoke {policy}`" if policy else ""
     console.print_note(f"valid until {minted.expires_at:%Y-%m-%d %H:%M} UTC{revoke}")
     if policy is None and token_hours > 7 * 24:  # worth stealing
@@ -168,7 +170,7 @@ async def revoke_command(
 
     imagefleet keys revoke spring
     """
-    Minter(_on_azure(settings))  # raises without an account key
+    _minter(settings)  # raises without an account key
     removed = await keys_mint.remove_policy(settings, policy)
     console.show(
         {"policy": policy, "revoked": removed},
@@ -183,12 +185,12 @@ def _print_exports(variables: Mapping[str, str]) -> None:
         console.print_plain(f"export {name}={shlex.quote(value)}")
 
 
-def _on_azure(settings: StorageSettings) -> StorageSettings:
+def _minter(settings: StorageSettings) -> Minter:
     if settings.local_folder is not None:
         raise SetupError(
             "a local folder needs no tokens; set IMAGEFLEET_STORAGE to an Azure connection string"
         )
-    return settings
+    return Minter(settings)
 
 
 def _make_signing_keys(file: Path, *, as_json: bool) -> None:

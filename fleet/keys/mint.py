@@ -40,15 +40,15 @@ class Place(NamedTuple):
     resource: Resource
     model: str | None = None
 
+    @property
+    def is_container(self) -> bool:
+        return roles.is_container(self.resource)
+
     def letters(self, role: Role) -> str:
         return role.letters(self.resource, self.model)
 
     def permission(self, role: Role) -> QueueSasPermissions | ContainerSasPermissions:
-        kind = (
-            ContainerSasPermissions
-            if roles.is_container(self.resource)
-            else QueueSasPermissions
-        )
+        kind = ContainerSasPermissions if self.is_container else QueueSasPermissions
         return kind.from_string(self.letters(role))
 
     def name(self, settings: StorageSettings) -> str:
@@ -57,8 +57,9 @@ class Place(NamedTuple):
     def client(self, settings: StorageSettings) -> Any:
         """The client of the queue or container, with the account's key."""
         address = account.read_address(settings.storage.strip())
-        is_blobs = roles.is_container(self.resource)
-        open_client = address.container_client if is_blobs else address.queue_client
+        open_client = (
+            address.container_client if self.is_container else address.queue_client
+        )
         return open_client(self.name(settings), None, api_version=API_VERSION)
 
 
@@ -111,8 +112,10 @@ class Minter:
         self._settings = settings
         queue = Place("queue").client(settings)
         container = Place("blob").client(settings)
-        key = queue.credential.account_key
-        self._account = {"account_name": queue.account_name, "account_key": key}
+        self._account = {
+            "account_name": queue.account_name,
+            "account_key": queue.credential.account_key,
+        }
         self._https = queue.scheme == "https"
         self.storage = _address_without_key(queue, container, self._https)
 
@@ -146,19 +149,21 @@ class Minter:
             "policy_id": policy,
             "permission": place.permission(role) if policy is None else None,
         }
-        if roles.is_container(place.resource):
+        if place.is_container:
             return generate_container_sas(container_name=name, **terms)
         return generate_queue_sas(queue_name=name, **terms)
 
 
 def _places(role: Role | None, models: Collection[str] = ()) -> list[Place]:
     """All that the role has a token for; None: all there is."""
-    places = [Place(resource) for resource in roles.RESOURCES]
-    places += [
-        Place(queue, model)
-        for model in models
-        for queue in roles.RESOURCES
-        if queue in roles.JOB_QUEUES.values()
+    places = [
+        *map(Place, roles.RESOURCES),
+        *(
+            Place(queue, model)
+            for model in models
+            for queue in roles.RESOURCES
+            if queue in roles.JOB_QUEUES.values()
+        ),
     ]
     return [place for place in places if role is None or place.letters(role)]
 
@@ -189,7 +194,7 @@ async def store_policy(
                     f"{place.name(settings)!r} already has {MAX_POLICIES} stored policies"
                     f" ({', '.join(policies)}): `imagefleet keys revoke` one of them"
                 )
-            kind = BlobPolicy if roles.is_container(place.resource) else QueuePolicy
+            kind = BlobPolicy if place.is_container else QueuePolicy
             policies.setdefault(name, kind(permission=permission))
 
     places = _places(role, models)
@@ -236,10 +241,12 @@ async def proof_secret(settings: StorageSettings, own: str | None = None) -> str
         with azure_errors.translated(f"the metadata of {settings.files_container!r}"):
             found = (await files.get_container_properties()).metadata or {}
             known = [each for each in found.get(proofs.SECRETS, "").split(",") if each]
-            wanted = [*known, *([own] if own else [])] or [secrets.token_hex(32)]
-            if len(wanted := list(dict.fromkeys(wanted))) > len(known):
-                stored = {**found, proofs.SECRETS: ",".join(wanted)}
-                await files.set_container_metadata(stored)
+            in_use = dict.fromkeys(filter(None, [*known, own]))
+            wanted = list(in_use) or [secrets.token_hex(32)]
+            if len(wanted) > len(known):
+                await files.set_container_metadata(
+                    {**found, proofs.SECRETS: ",".join(wanted)}
+                )
     async with Place("poison").client(settings) as queue:
         with azure_errors.translated(f"the metadata of {settings.poison_queue!r}"):
             noted = (await queue.get_queue_properties()).metadata or {}
@@ -297,7 +304,7 @@ async def _stored(
             azure_errors.translated(what),
             azure_errors.tolerated(azure_errors.MISSING if may_be_missing else ()),
         ):
-            if roles.is_container(place.resource):
+            if place.is_container:
                 found = await client.get_container_access_policy()
                 public_access = found["public_access"]
                 policies |= {
@@ -310,7 +317,7 @@ async def _stored(
         if set(policies) == before:
             return
         with azure_errors.translated(what):
-            if roles.is_container(place.resource):
+            if place.is_container:
                 # The call replaces all of it: public access would end if it were not repeated.
                 await client.set_container_access_policy(
                     policies, public_access=public_access

@@ -3,6 +3,7 @@
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from http import HTTPStatus
 from typing import Literal
@@ -52,6 +53,7 @@ class _Reply(BaseModel):
     error: str = ""
 
 
+@dataclass(frozen=True)
 class Prometheus:
     """One server, and the fleet that is asked about; None: every fleet.
 
@@ -59,23 +61,22 @@ class Prometheus:
     Every method raises SetupError if the server rejects the query, TransientError if it fails.
     """
 
-    def __init__(
-        self, session: ClientSession, url: str, fleet: str | None = None
-    ) -> None:
-        self.fleet = fleet
-        self._session = session
-        self._url = url.rstrip("/")
+    _session: ClientSession
+    #: Without a slash at its end.
+    _url: str
+    fleet: str | None
 
     async def at(self, query: str, moment: datetime) -> list[Series]:
         """An instant query: each series with its value at that moment."""
         query = query.replace(
             "$fleet", "" if self.fleet is None else f'fleet="{self.fleet}"'
         )
-        url = f"{self._url}/api/v1/query"
-        data = {"query": query, "time": str(moment.timestamp())}
         shown = redaction.address(self._url)
         try:
-            async with self._session.post(url, data=data) as response:
+            async with self._session.post(
+                f"{self._url}/api/v1/query",
+                data={"query": query, "time": str(moment.timestamp())},
+            ) as response:
                 content = await response.read()
         except InvalidURL:
             raise SetupError(f"not a Prometheus URL: {shown}") from None
@@ -108,6 +109,5 @@ async def connected(
     url: str | None, fleet: str | None = None
 ) -> AsyncIterator[Prometheus | None]:
     """The server at *url*, which may contain user:password@; None without a URL."""
-    timeout = ClientTimeout(total=TIMEOUT_SECONDS)
-    async with proxies.session(timeout=timeout) as session:
-        yield Prometheus(session, url, fleet) if url else None
+    async with proxies.session(timeout=ClientTimeout(total=TIMEOUT_SECONDS)) as session:
+        yield Prometheus(session, url.rstrip("/"), fleet) if url else None

@@ -91,5 +91,7 @@ async def warn_of_unknown_fleet(prometheus: Prometheus) -> None:
 async def replica_jobs_per_second(prometheus: Prometheus) -> dict[str, float]:
     """The jobs that the mean replica ends, by the model they are drawn with."""
     query = f"sum by (model) ({_MODEL_ENDED}) / scalar({_FIGURES['replicas']})"
-    found = await prometheus.at(query, datetime.now(UTC))
-    return {series.labels.get("model", ""): series.last for series in found}
+    return {
+        series.labels.get("model", ""): series.last
+        for series in await prometheus.at(query, datetime.now(UTC))
+    }

@@ -117,8 +117,14 @@ def command(
     old = estimate.old_prices(plan.mix, table, datetime.now(UTC).date())
     if as_json:
         of_storage = {**asdict(table.storage), "as_of": str(table.storage.as_of)}
-        record = {**asdict(plan), "storage_prices": of_storage, "old_prices": old}
-        console.print_json(record | {"kept": judged and asdict(judged)})
+        console.print_json(
+            {
+                **asdict(plan),
+                "storage_prices": of_storage,
+                "old_prices": old,
+                "kept": judged and asdict(judged),
+            }
+        )
     else:
         show(plan, table)
         if judged is not None:
@@ -196,8 +202,9 @@ def _mix_of(
         given = machines.start_up_seconds
         if given is not None:
             start_up = Input(given, "given", "--start-up-seconds")
-        mean = estimate.mean_speed(speeds)
-        mix.append(Part(gpu, count, mean, price, start_up, speeds))
+        mix.append(
+            Part(gpu, count, estimate.mean_speed(speeds), price, start_up, speeds)
+        )
     return mix
 
 

@@ -197,9 +197,16 @@ def _model_costs(mix: Sequence[Part], hours: float) -> list[ModelCost]:
             share = hours * part.replicas * seconds[at] / sum(seconds)
             gpu_hours += share
             gpu_dollars += share * part.dollars_per_hour.value
-        per_dollar = priced.images / gpu_dollars
-        facts = priced.model, priced.family, priced.images
-        costs.append(ModelCost(*facts, gpu_hours, gpu_dollars, per_dollar))
+        costs.append(
+            ModelCost(
+                priced.model,
+                priced.family,
+                priced.images,
+                gpu_hours,
+                gpu_dollars,
+                priced.images / gpu_dollars,
+            )
+        )
     return costs
 
 
@@ -287,8 +294,10 @@ def read_bench(path: Path, table: PriceTable) -> Bench:
     )
     if report is None:
         raise SetupError(f"there is no report {path}")
-    size = f"{report.width}x{report.height}, {report.steps} steps"
-    source = f"{path}: {report.device}, {size}, {report.model}"
+    source = (
+        f"{path}: {report.device}, {report.width}x{report.height}, {report.steps} steps,"
+        f" {report.model}"
+    )
     family = families.find(report.family)
     tflop = family.image_tflop(report.width, report.height, report.steps)
     return Bench(

@@ -112,8 +112,7 @@ def add_stages(
         images = jobs * stage.images
         work.jobs += jobs
         work.images += images
-        drawn = [*passes, *stage.detail_passes(*size)]
-        tflop = work.family.passes_tflop(drawn)
+        tflop = work.family.passes_tflop([*passes, *stage.detail_passes(*size)])
         if not stage.only_upscales:
             others = bool(stage.loras) and stage.loras != work.loras
             tflop = work.family.taken_tflop(tflop, size, has_other_loras=others)

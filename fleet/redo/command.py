@@ -68,8 +68,10 @@ class Images:
 
     def add(self, record: Record) -> None:
         """Adds an image that is in a pack."""
-        told = record.model_dump(mode="json", include=_TOLD, exclude_none=True)
-        self.images[record.spot.blob] = {"job": record.id, **told}
+        self.images[record.spot.blob] = {
+            "job": record.id,
+            **record.model_dump(mode="json", include=_TOLD, exclude_none=True),
+        }
         self.packed[record.spot.blob] = record.spot
 
     @property
@@ -192,19 +194,21 @@ async def _run(
         if dry_run or not found.images:
             return result
         await _warn_of_nodes_at_work(storage, found)
-        images = console.counted(len(found.images), "image")
-        console.confirm(f"Have {images} drawn again?", yes=yes)
+        console.confirm(
+            f"Have {console.counted(len(found.images), 'image')} drawn again?", yes=yes
+        )
         finder = replace.JobFinder(storage.blobs, given, fleet.check())
         await finder.list_duplicates(which.named.prefix)
         with console.counting("replaced", len(found.images), quiet=quiet) as on_image:
             replaced = await replace.replace(
                 storage, found.images, found.packed, finder, on_image
             )
-    refused = [{"image": name, "reason": why} for name, why in replaced.refused.items()]
     return result | {
         "replaced": replaced.images,
         "jobs": replaced.jobs,
-        "not_redone": refused,
+        "not_redone": [
+            {"image": name, "reason": why} for name, why in replaced.refused.items()
+        ],
     }
 
 
@@ -247,8 +251,13 @@ def _show(result: JSONDict, *, dry_run: bool) -> None:
         rows = (
             (worker or "(none)", count) for worker, count in result["workers"].items()
         )
-        first = itertools.islice(rows, console.SCREEN_LINES)
-        console.print_tables(console.table(["worker"], ["images"], rows=first))
+        console.print_tables(
+            console.table(
+                ["worker"],
+                ["images"],
+                rows=itertools.islice(rows, console.SCREEN_LINES),
+            )
+        )
         console.print_plain(f"{images} would be drawn again")
     else:
         replaced = console.counted(result["replaced"], "image")
@@ -257,8 +266,9 @@ def _show(result: JSONDict, *, dry_run: bool) -> None:
         refused = result["not_redone"]
         for each in refused[: console.SCREEN_LINES]:
             console.print_plain(f"{each['image']} stays: {each['reason']}")
-        more = len(refused) - console.SCREEN_LINES
-        console.print_more(more, "others stay (--json lists them)")
+        console.print_more(
+            len(refused) - console.SCREEN_LINES, "others stay (--json lists them)"
+        )
 
 
 async def select(

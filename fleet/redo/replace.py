@@ -70,9 +70,11 @@ class JobFinder:
                 "the image and its duplicates have different jobs: give the right one with --jobs"
             )
         if not found:
-            signed = ""
-            if self.check.trusted is not None:
-                signed = " whose signature with a trusted key still holds"
+            signed = (
+                ""
+                if self.check.trusted is None
+                else " whose signature with a trusted key still holds"
+            )
             raise JobError(f"it has no job in it{signed}: give its job with --jobs")
         return self.check.dated(found.popitem()[1])
 
@@ -138,10 +140,11 @@ async def check_access(storage: Storage) -> None:
         )
 
 
-async def interrupted(storage: Storage) -> dict[str, Mapping[str, str]]:
+async def interrupted(storage: Storage) -> dict[str, Metadata]:
     """The copies, with their metadata, of images that a killed run has not replaced."""
-    marks = [name async for name in storage.files.names(MARKS)]
-    copies = [REPLACED + name.removeprefix(MARKS) for name in marks]
+    copies = [
+        REPLACED + mark.removeprefix(MARKS) async for mark in storage.files.names(MARKS)
+    ]
     return {copy: await storage.blobs.metadata(copy) or {} for copy in copies}
 
 
@@ -154,7 +157,7 @@ def original(name: str) -> str:
 
 async def replace(
     storage: Storage,
-    images: Mapping[str, Mapping[str, str]],
+    images: Mapping[str, Metadata],
     packed: Mapping[str, Spot],
     finder: JobFinder,
     on_image: Move,
@@ -259,8 +262,10 @@ async def _prepare(
 async def _delete(storage: Storage, entry: Entry) -> bool:
     """Deletes the drawing that is meant; False if another is in its place."""
     found = await storage.blobs.metadata(entry.name)
-    if found is not None and dict(found) != dict(entry.metadata):
+    if found is None:
+        return True
+    if dict(found) != dict(entry.metadata):
         return False
-    if found is not None and not await storage.blobs.delete(entry.name):
+    if not await storage.blobs.delete(entry.name):
         raise SetupError(f"the credentials may not delete {entry.name}")
     return True

@@ -45,7 +45,6 @@ def compute(records: Records, storage_url: str, table: prices.PriceTable) -> Fig
     ]
     gpu_dollars = sum(priced) if priced and len(priced) == len(workers) else None
     dollars = None if gpu_dollars is None else gpu_dollars + storage_dollars
-    failures = records.failed_by_error.most_common(_MAX_ERRORS)
     return {
         "campaign": records.campaign,
         "storage": storage_url,
@@ -77,7 +76,9 @@ def compute(records: Records, storage_url: str, table: prices.PriceTable) -> Fig
         ),
         "failures": [
             {"error": error, "reason": reason, "count": count}
-            for (error, reason), count in failures
+            for (error, reason), count in records.failed_by_error.most_common(
+                _MAX_ERRORS
+            )
         ],
         "money": {
             "gpu_dollars": gpu_dollars,

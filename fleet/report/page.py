@@ -75,7 +75,7 @@ def render(
         undefined=StrictUndefined,
     )
     filters = {name: _or_unknown(show) for name, show in _FILTERS.items()}
-    environment.filters.update(filters | {"gpu_name": gpu_name})
+    environment.filters.update(filters, gpu_name=gpu_name)
     return environment.get_template("page.html.jinja").render(
         counted=counted,
         figures=figures,

@@ -103,21 +103,26 @@ async def own_times(
         for each in await catalog.shards_of(storage, None)
         if catalog.began_at(each) > began_at - _CLOCKS
     ]
-    shards = catalog.of_kind(every, "images")
-    shards = [each for each in shards if writer_of(each.blob.name) in writers]
+    shards = [
+        each
+        for each in catalog.of_kind(every, "images")
+        if writer_of(each.blob.name) in writers
+    ]
     if {each.campaign for each in shards} <= {campaign}:
         return {}
     step = 1 if catalog.size_bytes(shards) <= _FEW_BYTES else _MINUTE
     times: dict[WorkerKey, _Times] = {}
 
-    def of(record: Record) -> _Times | None:
+    def add(record: Record) -> bool:
+        """Adds a record to its process's times; False if it is of none of *processes*."""
         if (key := worker_key(record)) not in processes or not is_proven(record):
-            return None
-        return times.setdefault(key, _Times(record.at, record.start_up_seconds))
+            return False
+        found = times.setdefault(key, _Times(record.at, record.start_up_seconds))
+        found.add(record, step, is_own=record.campaign == campaign)
+        return True
 
     async for record in _sent(storage, shards, campaign):
-        if (found := of(record)) is not None:
-            found.add(record, step, is_own=record.campaign == campaign)
+        add(record)
     # What a process drew last before it was killed is in the records of who found it.
     until = {key: max(found.last_at.values()) for key, found in times.items()}
     seen: set[str] = set()
@@ -125,9 +130,8 @@ async def own_times(
         is_later = record.at.timestamp() > until.get(worker_key(record), 0)
         if not is_later or (name := dedupe.drawing(record)) in seen:
             continue
-        if (found := of(record)) is not None:
+        if add(record):
             seen.add(name)
-            found.add(record, step, is_own=record.campaign == campaign)
     return {key: found.share() for key, found in times.items() if found.is_shared}
 
 

@@ -107,8 +107,9 @@ class _Results:
     damaged: Damaged = field(default_factory=Damaged)
 
     def found(self, outcomes: Collection[str], limit: int | None) -> RecordParts:
-        found = reader.results(self.storage, self.campaign, outcomes, self.damaged)
-        return self.first(found, limit)
+        return self.first(
+            reader.results(self.storage, self.campaign, outcomes, self.damaged), limit
+        )
 
     def first(self, parts: RecordParts, limit: int | None) -> RecordParts:
         """The first records, or with a rule the best."""
@@ -160,10 +161,9 @@ async def _download(results: _Results, folder: Path) -> bool:
     if to.limit is not None:
         drawings = results.first(drawings, to.limit)
     signs = credentials.Credentials.read(to.c2pa) if to.c2pa else None
-    opened = download.opened(
+    with download.opened(
         folder, results.storage, damaged, packed=to.packed, signs=signs
-    )
-    with opened as running:
+    ) as running:
         try:
             with console.counting("downloaded", total) as on_image:
                 async for records in drawings:
@@ -180,12 +180,19 @@ def _report_download(running: download.Download, *, as_json: bool) -> None:
         {"missing": (len(missing), missing), "not as recorded": (len(changed), changed)}
     )
     if as_json:
-        counted = ("images", "bytes", "already_there")
-        facts = {name: getattr(running, name) for name in counted}
-        for name, names in (("missing", missing), ("changed", changed)):
-            facts |= {name: len(names), f"first_{name}": names[: download.SHOWN]}
-        facts["misfits"] = running.unfit.count
-        console.print_json_line({"folder": str(running.folder), **facts})
+        console.print_json_line(
+            {
+                "folder": str(running.folder),
+                "images": running.images,
+                "bytes": running.bytes,
+                "already_there": running.already_there,
+                "missing": len(missing),
+                "first_missing": missing[: download.SHOWN],
+                "changed": len(changed),
+                "first_changed": changed[: download.SHOWN],
+                "misfits": running.unfit.count,
+            }
+        )
         return
     there = (
         f"; {running.already_there:,} were there already"

@@ -94,8 +94,9 @@ class Credentials:
                 Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
             )
             chain = b"\n".join(_CERTIFICATE.findall(pem))
-            info = c2pa.C2paSignerInfo(_algorithm(key), chain, private, None)
-            signer = c2pa.Signer.from_info(info)
+            signer = c2pa.Signer.from_info(
+                c2pa.C2paSignerInfo(_algorithm(key), chain, private, None)
+            )
         except (OSError, ValueError, TypeError, c2pa.C2paError) as error:
             why = getattr(error, "strerror", None) or error
             raise SetupError(
@@ -122,8 +123,10 @@ class Credentials:
         except (picture.DamagedImageError, c2pa.C2paError):
             return "misfit"  # as recorded, and no picture
         made = signed.getvalue()
-        sha256 = hashlib.sha256(made).hexdigest()
-        facts = {"size_bytes": len(made), "sha256": sha256}
+        facts = {
+            "size_bytes": len(made),
+            "sha256": hashlib.sha256(made).hexdigest(),
+        }
         return found._replace(data=made, record=record.model_copy(update=facts))
 
     def _manifest(self, record: Record, hashes: dict[str, str]) -> JSONDict:
@@ -133,11 +136,11 @@ class Credentials:
         receipt["loras"] = [
             {**lora._asdict(), "hash": hashes.get(lora.name)} for lora in record.loras
         ]
-        source_type = f"{_SOURCE_TYPES}{record.mark or 'trainedAlgorithmicMedia'}"
         agent = {"name": "imagefleet"}
         made = {
             "action": "c2pa.created",
-            "digitalSourceType": source_type,
+            "digitalSourceType": _SOURCE_TYPES
+            + (record.mark or "trainedAlgorithmicMedia"),
             "softwareAgent": agent,
         }
         return {

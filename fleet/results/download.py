@@ -56,8 +56,9 @@ def opened(
     """
     with files.writing(folder), console.only_one(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        ignores_case = files.ignores_case(folder)
-        yield Download(folder, storage, unfit, ignores_case, packed, signs)
+        yield Download(
+            folder, storage, unfit, files.ignores_case(folder), packed, signs
+        )
 
 
 #: Packs that were read whole, by name; None for one that is missing.

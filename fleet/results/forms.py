@@ -40,14 +40,20 @@ def table(records: Sequence[Record]) -> Table:
         if any(record.scores for record in records):
             texts.append("scores")
         return console.table(["image"], figures, texts, rows=rows)
-    names = ["job", "outcome", "error"]
-    return console.table(names, ["attempts"], ["reason"], rows=rows)
+    return console.table(
+        ["job", "outcome", "error"], ["attempts"], ["reason"], rows=rows
+    )
 
 
 def _cells(record: Record) -> list[str]:
     if record.outcome != "completed":
-        ended = (record.outcome, record.error or "", str(record.attempts))
-        return [record.id, *ended, _short(record.reason)]
+        return [
+            record.id,
+            record.outcome,
+            record.error or "",
+            str(record.attempts),
+            _short(record.reason),
+        ]
     name = image_stem(record.id, record.index, record.stage)
     size = f"{record.width}x{record.height}" if record.width and record.height else ""
     seconds = "" if record.seconds is None else f"{record.seconds:.1f}"

@@ -105,8 +105,9 @@ class SaladClient:
                 raise
 
     async def _group(self, name: str) -> Group | None:
-        groups = await self.groups()
-        return next((group for group in groups if group.name == name), None)
+        return next(
+            (group for group in await self.groups() if group.name == name), None
+        )
 
     async def delete(self, name: str) -> None:
         """Deletes a group; one that no longer exists is fine."""
@@ -181,7 +182,6 @@ class SaladClient:
 def _read(response: ClientResponse, text: str, shown: str) -> Any:
     """The JSON in a response whose body is *text*, *shown* in errors, which are those of `call`."""
     status = response.status
-    headers = response.headers
     message = redaction.printable(redaction.message(_message(shown)))
     details = f"HTTP {status}" + (f", {message}" if message else "")
     failure = "SaladCloud's API does not return JSON"
@@ -204,7 +204,7 @@ def _read(response: ClientResponse, text: str, shown: str) -> Any:
             return json.loads(text or "null")
     error = TransientError(f"{failure} ({details})")
     error.after_seconds = concurrency.after_seconds(
-        headers.get("Retry-After"), LONGEST_RETRY_AFTER_SECONDS
+        response.headers.get("Retry-After"), LONGEST_RETRY_AFTER_SECONDS
     )
     raise error
 

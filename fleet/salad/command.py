@@ -88,8 +88,14 @@ async def apply(
                 "done; `imagefleet deploy status --follow` shows the replicas start"
             )
     if as_json:
-        record = {"fleet": fleet_file.name, "dry_run": dry_run, **asdict(plan)}
-        console.print_json({**record, "dollars_per_hour": asdict(price)})
+        console.print_json(
+            {
+                "fleet": fleet_file.name,
+                "dry_run": dry_run,
+                **asdict(plan),
+                "dollars_per_hour": asdict(price),
+            }
+        )
 
 
 def _plan_lines(plan: changes.Changes) -> list[str]:
@@ -176,8 +182,7 @@ async def status(
 
     imagefleet deploy status --follow
     """
-    fleet_file = salad_file.read_file(file)
-    async with deployment.connected(fleet_file) as fleet:
+    async with deployment.connected(salad_file.read_file(file)) as fleet:
         # Read once: they hardly change, and each refresh counts against the rate limit.
         known, quota = await concurrency.gather(
             fleet.client.gpu_classes(), fleet.client.quota()
@@ -260,10 +265,13 @@ def _record(groups: Groups, known: Sequence[gpus.GpuClass], quota: Quota) -> JSO
 def _screen(record: JSONObject) -> Screen:
     rows = []
     for group in record["groups"]:
-        others = ("allocating", "creating", "stopping")
         state = [
             group["status"],
-            *(f"{group[name]:,} {name}" for name in others if group[name]),
+            *(
+                f"{group[name]:,} {name}"
+                for name in ("allocating", "creating", "stopping")
+                if group[name]
+            ),
         ]
         rows.append(
             (group["name"], group["replicas"], group["running"], ", ".join(state))

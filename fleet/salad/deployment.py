@@ -46,9 +46,10 @@ class Deployment:
     async def groups(self) -> list[Group]:
         """The fleet's groups, of all revisions."""
         found = await self.client.groups()
-        parse = salad_groups.parse_name
         ours = {
-            name: group for group in found if (name := parse(self.fleet, group.name))
+            name: group
+            for group in found
+            if (name := salad_groups.parse_name(self.fleet, group.name))
         }
         return [ours[name] for name in sorted(ours)]
 
@@ -87,8 +88,9 @@ class Deployment:
                 count = step[name]
                 if count and name not in kept:
                     await self.client.create({**body, "replicas": count})
-                    replicas = console.counted(count, "replica")
-                    console.print_note(f"created {name}: {replicas}")
+                    console.print_note(
+                        f"created {name}: {console.counted(count, 'replica')}"
+                    )
             if step is not plan.steps[-1]:
                 await self._until_running(step.keys() - plan.delete, wait_seconds)
         if plan.delete:
@@ -109,8 +111,12 @@ class Deployment:
     async def end_by(self, groups: Iterable[Group], schedule: str | None) -> None:
         """Has SaladCloud scale *groups* to none by the *schedule*, a cron's; None: no more."""
         schedules = [schedule] if schedule else []
-        actions = [{"schedule": each, "replicas": 0} for each in schedules]
-        body = {"scheduled-scaling-enabled": True, "scaling-actions": actions}
+        body = {
+            "scheduled-scaling-enabled": True,
+            "scaling-actions": [
+                {"schedule": each, "replicas": 0} for each in schedules
+            ],
+        }
         for group in groups:
             if group.schedules != schedules:
                 await self.client.patch(group.name, body)
@@ -146,10 +152,10 @@ class Deployment:
         def more(groups: Groups) -> int:
             for group in groups:
                 if group.live_replicas > were.get(group.name, 0):
-                    replicas = console.counted(group.live_replicas, "replica")
                     raise SetupError(
-                        f"somebody else changes the fleet: {group.name} has {replicas} now; see"
-                        " `imagefleet deploy status`, and run this again once that has ended"
+                        f"somebody else changes the fleet: {group.name} has"
+                        f" {console.counted(group.live_replicas, 'replica')} now; see `imagefleet"
+                        " deploy status`, and run this again once that has ended"
                     )
             return sum(
                 max(0, group.on_nodes - most.get(group.name, 0)) for group in groups
@@ -198,7 +204,5 @@ async def connected(file: FleetFile) -> AsyncIterator[Deployment]:
         )
     timeout = aiohttp.ClientTimeout(total=salad_client.TIMEOUT_SECONDS)
     async with proxies.session(timeout=timeout) as session:
-        salad = salad_client.SaladClient(
-            session, file.api, key, file.organization, file.project
-        )
-        yield Deployment(salad, file.name)
+        client = SaladClient(session, file.api, key, file.organization, file.project)
+        yield Deployment(client, file.name)

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     SecretStr,
     SerializationInfo,
@@ -78,10 +77,10 @@ class Model:
     queue: str
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, hide_input_in_errors=True
-    )
+class _Strict(
+    BaseModel, extra="forbid", strict=True, frozen=True, hide_input_in_errors=True
+):
+    """A part of the fleet file, whose values have their types already."""
 
 
 class SecretSource(_Strict):

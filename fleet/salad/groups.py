@@ -201,17 +201,18 @@ def _template(
         "logging": given["logging"],
         "registry_authentication": given["registry"],
     }
-    template = {
-        "autostart_policy": True,
-        # A worker exits only if its node is to be replaced or it was asked to stop.
-        "restart_policy": "always",
-        "container": _without_none(container),
-        # The API allows 20 failures: with the delay, 21 minutes to load and compile the model.
-        "startup_probe": _probe("started", delay=60, period=60, failures=20),
-        "liveness_probe": _probe("live", delay=0, period=30, failures=3),
-        "country_codes": file.countries,
-    }
-    return _without_none(template)
+    return _without_none(
+        {
+            "autostart_policy": True,
+            # A worker exits only if its node is to be replaced or it was asked to stop.
+            "restart_policy": "always",
+            "container": _without_none(container),
+            # The API allows 20 failures: with the delay, 21 minutes to load and compile the model.
+            "startup_probe": _probe("started", delay=60, period=60, failures=20),
+            "liveness_probe": _probe("live", delay=0, period=30, failures=3),
+            "country_codes": file.countries,
+        }
+    )
 
 
 def _without_none(fields: JSONDict) -> JSONDict:

@@ -92,9 +92,9 @@ async def command(
         sample_seconds=running.sample_seconds,
         models=[model.name for model in fleet_file.served_models()] or None,
     )
-    most = console.counted(goal.max_replicas, "replica")
     console.confirm(
-        f"Spend up to ${goal.max_dollars:,.2f} on {fleet_file.name}, at most {most}?",
+        f"Spend up to ${goal.max_dollars:,.2f} on {fleet_file.name}, at most"
+        f" {console.counted(goal.max_replicas, 'replica')}?",
         yes=running.yes or running.dry_run,
     )
     logs.configure("auto")
@@ -142,8 +142,10 @@ async def _scale(scaling: Scaler, running: Running, *, as_json: bool) -> None:
 
 def _assumed_speed(file: salad_file.FleetFile) -> Speed | None:
     """The speed of the fleet's slowest GPU class on its first model, by public benchmarks."""
-    classes = file.gpu_classes(gpus.built_in())
-    records = [prices.ASSUMED_IMAGES_PER_SECOND.get(each.name) for each in classes]
+    records = [
+        prices.ASSUMED_IMAGES_PER_SECOND.get(each.name)
+        for each in file.gpu_classes(gpus.built_in())
+    ]
     served = file.served_models()
     family = served[0].family if served else families.SD1
     steps = family.steps

@@ -58,10 +58,7 @@ class Speeds:
 
     def jobs_of_first(self, jobs: Iterable[tuple[str | None, float]]) -> float:
         """The *jobs* of models in jobs of the fleet's first one, as which unknown ones count."""
-        total = 0.0
-        for model, count in jobs:
-            total += count * self._weights.get(model or "", 1.0)
-        return total
+        return sum(count * self._weights.get(model or "", 1.0) for model, count in jobs)
 
     async def find(self) -> Speed:
         """The given speed, else the last measured, else the assumed; raises SetupError if none."""
@@ -123,10 +120,11 @@ class Scaler:
         self, on_decision: Callable[[JSONDict], None], until_empty: bool
     ) -> None:
         """Samples and decides for ever, or *until_empty*; a failure leaves the replicas."""
-        await self.try_once(on_decision)
-        while not (until_empty and self.is_finished):
-            await asyncio.sleep(self._goal.sample_seconds)
+        while True:
             await self.try_once(on_decision)
+            if until_empty and self.is_finished:
+                break
+            await asyncio.sleep(self._goal.sample_seconds)
         log.info("the queue is empty and no worker runs", action="scale_done")
 
     async def try_once(self, on_decision: Callable[[JSONDict], None]) -> None:
@@ -157,21 +155,30 @@ class Scaler:
         now = self.clock()
         is_due = now >= self._due_at
         groups = await self._fleet.existing_groups()
-        is_rolling = salad_groups.is_rolling(groups)
-        obstacle = "a rolling change is under way" if is_rolling else ""
+        obstacle = ""
+        if salad_groups.is_rolling(groups):
+            obstacle = "a rolling change is under way"
         self._quota_free = None
         if is_due:
-            unknown = "SaladCloud's prices and quota are unknown"
-            obstacle = await self._failure(self._read_prices(), unknown) or obstacle
-        silent = "the queue does not answer"
-        obstacle = await self._failure(self._read_queue(now), silent) or obstacle
+            obstacle = (
+                await self._failure(
+                    self._read_prices(), "SaladCloud's prices and quota are unknown"
+                )
+                or obstacle
+            )
+        obstacle = (
+            await self._failure(self._read_queue(now), "the queue does not answer")
+            or obstacle
+        )
         running = sum(group.running for group in groups)
         counted = self._ledger.counted(now, running, self._price(groups))
         if counted.end < now + UNWATCHED_SECONDS / 2:
             counted = replace(counted, end=(now + UNWATCHED_SECONDS) // 60 * 60)
         self._ledger = counted
-        unwritten = "the ledger cannot be written"
-        obstacle = await self._failure(self._write_ledger(), unwritten) or obstacle
+        obstacle = (
+            await self._failure(self._write_ledger(), "the ledger cannot be written")
+            or obstacle
+        )
         speed = await self._speeds.find()
         per_job = self._jobs_of_first / self._messages if self._messages else 1.0
         known = Known(

@@ -78,8 +78,11 @@ async def command(
             console.confirm(
                 f"Quarantine {console.counted(len(guilty), 'worker')}?", yes=yes
             )
-            reason = "its images differ from those of other workers (imagefleet verify)"
-            new = await quarantining.add(storage.files, guilty, reason)
+            new = await quarantining.add(
+                storage.files,
+                guilty,
+                "its images differ from those of other workers (imagefleet verify)",
+            )
     counts = Counter(pair.result for pair in compared)
     different = [pair for pair in compared if pair.result == "different"]
     if as_json:
@@ -197,11 +200,12 @@ def _show_different(
         of_images.append(
             (pair.image, *drawn_by, console.number(pair.distance, 1), note)
         )
-    drawn = ["image", "drawn by", "and by"]
     console.print_tables(
         "",
         console.table(["worker"], ["pairs", "differ"], ["verdict"], rows=of_workers),
         "",
-        console.table(drawn, ["distance"], [""], rows=of_images),
+        console.table(
+            ["image", "drawn by", "and by"], ["distance"], [""], rows=of_images
+        ),
     )
     console.print_more(len(different) - len(of_images), "others (--json lists them)")

@@ -88,9 +88,12 @@ async def listed(
                 name = record.name.removeprefix(prefix)
                 image = name if prefix == CHECKS else name.rpartition("/")[0]
                 workers = NO_RECORD, record.metadata.get("worker", NO_RECORD)
-                digest = record.metadata.get("digest")
                 yield Pair(
-                    image, record.name, workers, record.created_at, digest=digest
+                    image,
+                    record.name,
+                    workers,
+                    record.created_at,
+                    digest=record.metadata.get("digest"),
                 )
 
 
@@ -152,13 +155,15 @@ async def _compare(
             author or NO_RECORD,
             proofs.author(pair.second, told, second) or NO_RECORD,
         )
-    if proofs is not None and pair.workers[1] == NO_RECORD:
-        pair.result = "unproven"
-    elif len(set(pair.workers)) == 1:
+        if pair.workers[1] == NO_RECORD:
+            pair.result = "unproven"
+            return
+    if len(set(pair.workers)) == 1:
         pair.result = "same_worker"
     else:
-        judged = await asyncio.to_thread(_judge, first, second)
-        pair.result, pair.distance, pair.note = judged
+        pair.result, pair.distance, pair.note = await asyncio.to_thread(
+            _judge, first, second
+        )
 
 
 async def _read(storage: Storage, spot: Spot) -> bytes | None:
@@ -248,12 +253,12 @@ def judge(pairs: Sequence[Pair]) -> list[Record]:
         if pair.result == "different" and shares[suspect] != shares[other]:
             # A machine has as many names as processes, and proves each.
             witnesses[suspect].add(machine_of(other) or other)
-    records = [
-        Record(each, compared[each], different[each], len(witnesses[each]))
-        for each in compared
-    ]
     return sorted(
-        records, key=lambda each: (-each.witnesses, -each.different, each.worker)
+        (
+            Record(each, compared[each], different[each], len(witnesses[each]))
+            for each in compared
+        ),
+        key=lambda each: (-each.witnesses, -each.different, each.worker),
     )
 
 

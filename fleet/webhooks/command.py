@@ -71,11 +71,10 @@ async def command(
             if once:
                 await console.until_stopped(running.run(once=True))
             else:
-                doing = f"sending to {found.address}"
                 await monitored.run(
                     running.run,
                     registry,
                     settings,
                     name="imagefleet-webhooks",
-                    doing=doing,
+                    doing=f"sending to {found.address}",
                 )

@@ -59,7 +59,7 @@ class Event(BaseModel, extra="forbid"):
 
     @property
     def subject(self) -> str:
-        parts = (self.data.get(name) for name in ("campaign", "id"))
+        parts = map(self.data.get, ("campaign", "id"))
         return "/".join(str(part) for part in parts if part is not None)
 
     def body(self) -> bytes:
@@ -89,8 +89,11 @@ def job_ended(fleet: str, record: Record) -> Event | None:
         data["images"] = [*blobs[:MAX_IMAGES]]
         data["seed"] = record.first_seed
         if record.pack is not None:
-            place = {"offset": record.offset, "size_bytes": record.size_bytes}
-            data["pack"] = {"blob": record.pack, **place}
+            data["pack"] = {
+                "blob": record.pack,
+                "offset": record.offset,
+                "size_bytes": record.size_bytes,
+            }
         if len(blobs) > MAX_IMAGES:
             data["image_count"] = len(blobs)
     elif record.is_end:
@@ -102,8 +105,12 @@ def job_ended(fleet: str, record: Record) -> Event | None:
     else:
         return None
     kind = f"job.{record.outcome}"
-    event_id = _event_id(fleet, kind, record.key, source)
-    return Event(id=event_id, type=kind, timestamp=record.at, data=data)
+    return Event(
+        id=_event_id(fleet, kind, record.key, source),
+        type=kind,
+        timestamp=record.at,
+        data=data,
+    )
 
 
 def campaign_completed(
@@ -114,8 +121,12 @@ def campaign_completed(
     told = TypeAdapter(Counts).dump_python(counts, mode="json", exclude={"unknown"})
     data: JSONDict = {"campaign": campaign, **told, "pending": counts.pending}
     figures = [each for name, each in data.items() if not name.endswith("_at")]
-    event_id = _event_id(fleet, kind, json.dumps(figures))
-    return Event(id=event_id, type=kind, timestamp=counts.last_at or now, data=data)
+    return Event(
+        id=_event_id(fleet, kind, json.dumps(figures)),
+        type=kind,
+        timestamp=counts.last_at or now,
+        data=data,
+    )
 
 
 def _event_id(*parts: str) -> str:
@@ -143,8 +154,9 @@ class State(BaseModel, extra="forbid"):
             "is not a state of `imagefleet webhooks`: give another --state, or delete it to send"
             " everything again"
         )
-        first = cls(address=address, campaign=campaign)
-        found = validation.read_file(cls, path, otherwise) or first
+        found = validation.read_file(cls, path, otherwise) or cls(
+            address=address, campaign=campaign
+        )
         if (found.address, found.campaign) != (address, campaign):
             of_campaign = (
                 f"the campaign {found.campaign}" if found.campaign else "all campaigns"

@@ -103,13 +103,12 @@ def _run(settings: WorkerSettings, gpu: str | None = None) -> WorkerReport:
     # An error is printed when the live line is gone.
     with console.one_line_errors(), showing() as show:
         report = asyncio.run(process.run_worker(settings, on_progress=show))
-    seconds = duration(report.seconds)
-    start_up = duration(report.start_up_seconds)
     per_dollar = report.images_per_dollar
     facts = {
         "images": report.images,
         "failed jobs": report.failed_jobs,
-        "time": f"{seconds}, of which {start_up} to start up",
+        "time": f"{duration(report.seconds)}, of which {duration(report.start_up_seconds)} to start"
+        " up",
         "images/s": f"{report.images_per_second:.2f}",
         "engine idle": f"{console.percent(report.engine_idle_fraction)} of the time",
         "images per dollar": (

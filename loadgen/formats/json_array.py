@@ -49,9 +49,8 @@ def _read(stream: BinaryIO) -> Any:
     except RecursionError:
         raise FormatError("its values are nested too deeply") from None
     except json.JSONDecodeError as error:
-        hint = ""
-        if error.msg == "Extra data":
-            hint = "; for one job per line: --format jsonl"
+        is_lines = error.msg == "Extra data"
+        hint = "; for one job per line: --format jsonl" if is_lines else ""
         raise FormatError(
             f"it is not valid JSON: {error.msg} in line {error.lineno}{hint}"
         ) from None

@@ -3,6 +3,7 @@
 import abc
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
 #: The longest job in bytes or characters: none comes near it, since a message holds 64 KiB.
@@ -52,15 +53,17 @@ class Format(abc.ABC):
         return sum(1 for _ in self.entries(stream))
 
 
+@dataclass
 class ChangedFormat(Format):
     """Another format, whose entries are changed, left out or in another order."""
 
-    def __init__(self, form: Format) -> None:
-        self.form = form
-        self.name = form.name
-        self.suffixes = form.suffixes
-        self.unit = form.unit
-        self.is_stream = form.is_stream
+    form: Format
+
+    def __post_init__(self) -> None:
+        self.name = self.form.name
+        self.suffixes = self.form.suffixes
+        self.unit = self.form.unit
+        self.is_stream = self.form.is_stream
 
     def count(self, stream: BinaryIO) -> int:
         return self.form.count(stream)

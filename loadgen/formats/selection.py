@@ -6,11 +6,12 @@ import json
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import BinaryIO
 
 from imagefleet.job import message
 from imagefleet.records.ledger import HASH_BYTES, Digests
-from loadgen.formats.lines import ChangedFormat, Entry, Format, FormatError
+from loadgen.formats.lines import ChangedFormat, Entry, FormatError
 
 
 class Unique(ChangedFormat):
@@ -35,16 +36,15 @@ class Unique(ChangedFormat):
                 yield entry
 
 
+@dataclass
 class Balanced(ChangedFormat):
     """The values of a column in turns: one entry of each, then a second of each, and so on.
 
     Entries without a value have their turns as well. They are sorted on the disk.
     """
 
-    def __init__(self, form: Format, column: str) -> None:
-        """*column*: a field of a job, or `metadata.NAME`."""
-        super().__init__(form)
-        self._column = column
+    #: A field of a job, or `metadata.NAME`.
+    column: str
 
     def entries(self, stream: BinaryIO) -> Iterator[Entry]:
         """Raises FormatError if no entry has the column."""
@@ -58,16 +58,15 @@ class Balanced(ChangedFormat):
                 database.execute("INSERT INTO entries VALUES(?, ?)", row)
                 turns[value] += 1
             if turns and turns.keys() == {""}:
-                raise FormatError(f"no {self.unit} has the column {self._column!r}")
-            sorted_rows = database.execute(
+                raise FormatError(f"no {self.unit} has the column {self.column!r}")
+            for (text,) in database.execute(
                 "SELECT json FROM entries ORDER BY turn, rowid"
-            )
-            for (text,) in sorted_rows:
+            ):
                 yield Entry(*json.loads(text))
 
     def _value(self, entry: Entry) -> str:
         """The value of the column, as JSON; empty if there is none."""
         found: object = message.fields_if_any(entry.text)
-        for name in self._column.split(".", 1):
+        for name in self.column.split(".", 1):
             found = found.get(name) if isinstance(found, dict) else None
         return "" if found is None else json.dumps(found, sort_keys=True)

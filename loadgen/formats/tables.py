@@ -168,9 +168,9 @@ class CsvRows(Format):
                 shown = source.encode(errors="replace").decode()
                 yield Entry(place, problem="not UTF-8", line=line, source=shown)
                 continue
-            notice = _notice(cells, delimiter)
-            entry = columns.entry(place, cells)
-            yield entry._replace(line=line, source=source, notice=notice)
+            yield columns.entry(place, cells)._replace(
+                line=line, source=source, notice=_notice(cells, delimiter)
+            )
 
 
 #: Bytes that are not UTF-8, as `surrogateescape` decodes them.
@@ -206,7 +206,11 @@ def _lines_ending_in_cr(stream: BinaryIO) -> Iterator[bytes]:
         yield rest
 
 
-def _open(stream: BinaryIO) -> tuple[Columns, str, Iterator[tuple[int, list[str]]]]:
+#: The first line of each row, and its cells.
+_Rows = Iterator[tuple[int, list[str]]]
+
+
+def _open(stream: BinaryIO) -> tuple[Columns, str, _Rows]:
     """The columns, the delimiter, and the rows after the first."""
     given = _lines(stream)
     first = next(given, b"")
@@ -228,10 +232,8 @@ def _open(stream: BinaryIO) -> tuple[Columns, str, Iterator[tuple[int, list[str]
     return Columns(names), delimiter, rows
 
 
-def _rows(
-    text: Iterable[str], delimiter: str, *, begins: int
-) -> Iterator[tuple[int, list[str]]]:
-    """Each row's first line and its cells; raises FormatError where a quote is missing.
+def _rows(text: Iterable[str], delimiter: str, *, begins: int) -> _Rows:
+    """Reads rows; raises FormatError where a quote is missing.
 
     *begins*: the number of the first line.
     """

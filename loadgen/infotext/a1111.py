@@ -13,7 +13,7 @@ from imagefleet.files.picture import OWN_FIELDS, OWN_WORD
 from imagefleet.job.passes import adetailer
 from imagefleet.validation import JSONDict, JSONObject
 from loadgen.infotext.facts import SEVERAL_NEGATIVE, Facts, facts_of, parts_of
-from loadgen.infotext.reading import WORDS, Named, Reading, sampler_fields
+from loadgen.infotext.reading import WORDS, Named, Reading, damaged, sampler_fields
 
 NO_PARAMETERS = "the file holds no parameters"
 
@@ -74,20 +74,19 @@ def read(text: str) -> Reading:
     job |= sampler_fields(
         facts.get("Sampler", ""), facts.get("Schedule type"), is_old=is_old
     )
-    job |= {"restore_faces": True} if "Face restoration" in facts else {}
+    if "Face restoration" in facts:
+        job["restore_faces"] = True
     _read_passes(facts, reading, is_old=is_old)
     _read_models(facts, reading)
     _read_extensions(facts, reading)
     if release is not None:
         _add_compatibility(release, job, settings)
     if own := facts.get(OWN_WORD):
-        try:
+        with damaged(f"the JSON behind {OWN_WORD!r} is damaged"):
             fields = json.loads(own)
             reading.give({name: fields[name] for name in OWN_FIELDS if name in fields})
             if "prompt" in fields and SEVERAL_NEGATIVE in reading.cannot:
                 reading.cannot.remove(SEVERAL_NEGATIVE)
-        except (ValueError, TypeError, RecursionError):
-            raise JobError(f"the JSON behind {OWN_WORD!r} is damaged") from None
     return reading
 
 
@@ -138,7 +137,7 @@ def _read_passes(facts: Facts, reading: Reading, *, is_old: bool) -> None:
 
 
 def _read_models(facts: Facts, reading: Reading) -> None:
-    name, digits = (facts.get(word) for word in ("Model", "Model hash"))
+    name, digits = map(facts.get, ("Model", "Model hash"))
     settings = reading.job["override_settings"]
     if name or digits:
         title = f"{name} [{digits}]" if name and digits else name or digits
@@ -209,5 +208,6 @@ def _add_compatibility(
         "refiner_switch_by_sample_steps": release < (1, 8)
         and "refiner_checkpoint" in job,
     }
-    for name in (name for name, applies in older.items() if applies):
-        settings.setdefault(name, True)
+    for name, applies in older.items():
+        if applies:
+            settings.setdefault(name, True)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from imagefleet.errors import JobError
 from imagefleet.job import samplers
 from imagefleet.validation import JSONDict, JSONObject
-from loadgen.infotext.reading import WORDS, Named, Reading, sampler_fields
+from loadgen.infotext.reading import WORDS, Named, Reading, damaged, sampler_fields
 
 _FIRST = "CheckpointLoaderSimple"
 _LORA = "LoraLoader"
@@ -107,14 +107,12 @@ class _Node:
 def read(text: str) -> Reading:
     """The job of a graph; raises JobError for one with nodes that no job draws."""
     graph: dict[str, _Node] = {}
-    try:
+    with damaged("the graph's JSON is cut or damaged"):
         for name, node in json.loads(text).items():
             graph[name] = _Node(
                 graph, name[:40], str(node["class_type"])[:80], {**node["inputs"]}
             )
         return _read(graph)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        raise JobError("the graph's JSON is cut or damaged") from None
 
 
 def _read(graph: Mapping[str, _Node]) -> Reading:
@@ -144,8 +142,12 @@ def _read(graph: Mapping[str, _Node]) -> Reading:
             name for name in second if name != "steps" and second[name] != job[name]
         ]:
             raise JobError(f"its second pass has its own {', '.join(other)}")
-        job |= {"enable_hr": True, "denoising_strength": last.value("denoise", 1)}
-        job |= {"hr_second_pass_steps": second["steps"]} | _enlarged(enlarged, job)
+        job |= {
+            "enable_hr": True,
+            "denoising_strength": last.value("denoise", 1),
+            "hr_second_pass_steps": second["steps"],
+            **_enlarged(enlarged, job),
+        }
     vae = decode.behind("vae", _FIRST, "VAELoader")
     if vae.kind == "VAELoader":
         job["override_settings"]["sd_vae"] = vae.value("vae_name")
@@ -190,16 +192,20 @@ def _sampled(node: _Node) -> Reading:
         models.append(Named("lora", lora))
     if skips := [each for each in layers if each.kind == _SKIP]:
         settings["CLIP_stop_at_last_layers"] = -skips[0].value("stop_at_clip_layer")
-    job = {"prompt": prompt, "negative_prompt": negative, "override_settings": settings}
-    job |= {"steps": value("steps"), "cfg_scale": value("cfg")}
-    job |= {"seed": value("noise_seed" if is_advanced else "seed")}
+    job = {
+        "prompt": prompt,
+        "negative_prompt": negative,
+        "override_settings": settings,
+        "steps": value("steps"),
+        "cfg_scale": value("cfg"),
+        "seed": value("noise_seed" if is_advanced else "seed"),
+    }
     models += [
         Named("embedding", _named(found))
         for text in texts
         for found in _EMBEDDING.finditer(text)
     ]
-    is_distilled = _is_distilled(predictions, sampler)
-    if sampler == "lcm" and not is_distilled:
+    if not _is_distilled(predictions, sampler) and sampler == "lcm":
         said.append(
             "its LCM has no node ModelSamplingDiscrete, and so calls the model between LCM's"
             " timesteps: alike and not equal"

@@ -6,7 +6,7 @@ import re
 from imagefleet.errors import JobError
 from imagefleet.job import samplers
 from imagefleet.validation import JSONDict, JSONObject
-from loadgen.infotext.reading import WORDS, Named, Reading, sampler_fields
+from loadgen.infotext.reading import WORDS, Named, Reading, damaged, sampler_fields
 
 #: Words whose weights compel reads, in all releases.
 _WEIGHTED = re.compile(r"[\w)\"][+-]+(?=[\s,.)]|$)|\)[\d.]")
@@ -14,11 +14,9 @@ _WEIGHTED = re.compile(r"[\w)\"][+-]+(?=[\s,.)]|$)|\)[\d.]")
 
 def read(text: str) -> Reading:
     """The job of a picture's metadata; raises JobError for one with what no job draws."""
-    try:
+    with damaged("its metadata is damaged"):
         found = json.loads(text)
         return _read(_in_todays_words(found) if "image" in found else found)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        raise JobError("its metadata is damaged") from None
 
 
 def _in_todays_words(found: JSONObject) -> JSONDict:
@@ -54,15 +52,16 @@ def _read(found: JSONObject) -> Reading:
         what = ", ".join([f"mode {mode}, sampler {sampler}", *other])[:200]
         raise JobError(f"it has what has no counterpart: {what}")
     settings = {"randn_source": "CPU" if found.get("rand_device") == "cpu" else "GPU"}
+    schedule = "Karras" if sampler.endswith("_k") else None
+    copied = ("seed", "steps", "cfg_scale", "width", "height")
     job = {
-        name: found[name] for name in ("seed", "steps", "cfg_scale", "width", "height")
+        **{name: found[name] for name in copied},
+        "prompt": found.get("positive_prompt") or "",
+        "negative_prompt": found.get("negative_prompt") or "",
+        **sampler_fields(known.title, schedule, is_old=True),
+        "override_settings": settings,
     }
-    job["prompt"] = found.get("positive_prompt") or ""
-    job["negative_prompt"] = found.get("negative_prompt") or ""
-    job |= sampler_fields(
-        known.title, "Karras" if sampler.endswith("_k") else None, is_old=True
-    )
-    reading = Reading(job | {"override_settings": settings})
+    reading = Reading(job)
     reading.cannot.append("drawn with diffusers' scheduler: alike and not equal")
     if _WEIGHTED.search(f"{job['prompt']} {job['negative_prompt']}"):
         reading.cannot.append(

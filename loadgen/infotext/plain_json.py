@@ -12,7 +12,7 @@ from imagefleet.job import samplers
 from imagefleet.job.message import fields_if_any
 from imagefleet.validation import JSONDict, JSONObject
 from loadgen.infotext import comfyui
-from loadgen.infotext.reading import WORDS, Named, Reading, sampler_fields
+from loadgen.infotext.reading import WORDS, Named, Reading, damaged, sampler_fields
 
 
 class _Program(NamedTuple):
@@ -32,17 +32,6 @@ _PROGRAMS = {name: _Program(name, **row) for name, row in WORDS["programs"].item
 #: Values of a setting that is off.
 _OFF: tuple[object, ...] = (None, "", [], {}, False, 0, "[]", "{}")
 _OFF_WORDS = {"default (model)", "none", "automatic", "false"}
-
-_DAMAGED = (
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    SyntaxError,
-    RecursionError,
-    MemoryError,
-    OverflowError,
-)
 
 _NUMBERS = {"seed": int, "steps": int, "width": int, "height": int, "cfg_scale": float}
 
@@ -91,11 +80,9 @@ def read_settings(found: JSONObject, program: _Program) -> Reading:
             others.append(f"{key} ({str(value)[:80]}) is not drawn")
     if not {"prompt", "seed", "steps"} <= known.keys():
         raise JobError(f"its JSON is none of {program.name}'s settings")
-    try:
+    with damaged(f"its settings of {program.name} are damaged"):
         reading = _job(known, program)
-    except _DAMAGED:
-        raise JobError(f"its settings of {program.name} are damaged") from None
-    reading.cannot += [*([program.said] if program.said else []), *others]
+    reading.cannot += filter(None, [program.said, *others])
     return reading
 
 
@@ -107,11 +94,11 @@ def _job(known: JSONDict, program: _Program) -> Reading:
         "prompt": _words(known["prompt"]),
         "negative_prompt": _words(known.get("negative_prompt", "")),
         "override_settings": settings,
-    }
-    job |= {
-        name: read_one(known[name])
-        for name, read_one in _NUMBERS.items()
-        if name in known
+        **{
+            name: read_one(known[name])
+            for name, read_one in _NUMBERS.items()
+            if name in known
+        },
     }
     reading = Reading(job, cuts_prompts_elsewhere=True)
     if "clip_skip" in known:

@@ -1,10 +1,13 @@
 """The job in a picture's text, whichever program wrote it."""
 
+import contextlib
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from imagefleet.errors import JobError
 from imagefleet.job import samplers
 from imagefleet.validation import JSONDict, JSONObject
 
@@ -12,6 +15,24 @@ from imagefleet.validation import JSONDict, JSONObject
 WORDS: JSONObject = tomllib.loads(
     Path(__file__).with_name("words.toml").read_text(encoding="utf-8")
 )
+
+
+@contextlib.contextmanager
+def damaged(sentence: str) -> Iterator[None]:
+    """Raises JobError with this *sentence* for what damaged settings raise in the block."""
+    try:
+        yield
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        SyntaxError,
+        RecursionError,
+        MemoryError,
+        OverflowError,
+    ):
+        raise JobError(sentence) from None
 
 
 class Named(NamedTuple):

@@ -81,7 +81,7 @@ def read_file(path: Path) -> Reading:
     if len(text := found[key]) > _MAX_CHARACTERS:
         raise JobError(f"its text has more than {_MAX_CHARACTERS:,} characters")
     reading = _READERS[key](text)
-    drawn = tuple(reading.job.get(name) for name in ("width", "height"))
+    drawn = tuple(map(reading.job.get, ("width", "height")))
     if _READERS[key] is invokeai.read and size not in {None, drawn}:
         # Its canvas draws a box at the model's size, and fits it into the picture.
         reading.cannot.append(

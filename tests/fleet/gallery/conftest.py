@@ -62,7 +62,7 @@ def serve() -> Serve:
         async with (
             console.connected(settings) as fleet,
             probes.listening(
-                server.Gallery(fleet, host, campaign).application(),
+                server.Gallery(fleet.storage, host, campaign).application(),
                 host,
                 0,
                 "the gallery",
