@@ -58,13 +58,21 @@ def to_noise(alpha: float, prediction_type: str) -> tuple[float, float]:
     return 0.0, 1.0
 
 
+def _by_noise(moves: Iterator[Move], alphas: Alphas, prediction: str) -> Iterator[Move]:
+    """The moves of a sampler whose estimates are the noise, `from_uncond` in terms of it."""
+    for move in moves:
+        alpha = alphas[int(move.level)]
+        deviation = math.sqrt(1 - alpha)
+        estimate = to_noise(alpha, prediction)
+        yield move._replace(
+            estimate=estimate,
+            from_uncond=move.from_uncond * estimate[1],
+            kept=(-math.sqrt(alpha) / deviation, 1 / deviation),
+        )
+
+
 def _ddim(
-    path: Sequence[int],
-    alphas: Alphas,
-    prediction: str,
-    options: Options,
-    *,
-    is_cfgpp: bool = False,
+    path: Sequence[int], alphas: Alphas, options: Options, *, is_cfgpp: bool = False
 ) -> Iterator[Move]:
     """*is_cfgpp*: the noise that is put back is that without the prompt (Chung et al. 2024)."""
     eta = options.eta or 0.0
@@ -73,21 +81,17 @@ def _ddim(
         next_alpha = alphas[following]
         variance = (1 - next_alpha) / (1 - alpha) * (1 - alpha / next_alpha)
         noise = eta * math.sqrt(variance)
-        estimate = to_noise(alpha, prediction)
         back = math.sqrt(max(0.0, 1 - next_alpha - noise**2))
         yield Move(
             timestep,
             _transfer(alpha, next_alpha, noise),
             noise if eta else None,
             finished=at - 1,
-            estimate=estimate,
-            from_uncond=back * estimate[1] if is_cfgpp else 0.0,
+            from_uncond=back if is_cfgpp else 0.0,
         )
 
 
-def _plms(
-    path: Sequence[int], alphas: Alphas, prediction: str, _: Options
-) -> Iterator[Move]:
+def _plms(path: Sequence[int], alphas: Alphas, _: Options) -> Iterator[Move]:
     """The first step is repeated with the mean of the estimates at both of its ends."""
     for at, (timestep, following) in enumerate(pairwise(path)):
         alpha = alphas[timestep]
@@ -96,14 +100,12 @@ def _plms(
         if at > 0:
             del known[at : at + 1]  # the estimate that only the repeated step uses
         slope = _weighed(_ADAMS_BASHFORTH[order], known)
-        estimate = to_noise(alpha, prediction)
         move = _transfer(alpha, alphas[following], slope=slope)
-        yield Move(timestep, move, finished=at - 1, estimate=estimate)
+        yield Move(timestep, move, finished=at - 1)
         if at == 0:
             gain = float(move[1])
             repeated = LATENTS + gain / 2 * (ESTIMATES[0] - ESTIMATES[1])
-            estimate = to_noise(alphas[following], prediction)
-            yield Move(following, repeated, estimate=estimate)
+            yield Move(following, repeated)
 
 
 def _transfer(
@@ -140,12 +142,10 @@ def _tcd(
     path = [known[int(at * grid / steps)] for at in range(steps)]
     taken = path if t_enc is None else path[steps - t_enc - 1 :]
     start = Start(0.0, 1.0) if t_enc is None else _noised(alphas[taken[0]])
-    return start, _tcd_moves(taken, alphas, prediction, options)
+    return start, _by_noise(_tcd_moves(taken, alphas, options), alphas, prediction)
 
 
-def _tcd_moves(
-    path: Sequence[int], alphas: Alphas, prediction: str, options: Options
-) -> Iterator[Move]:
+def _tcd_moves(path: Sequence[int], alphas: Alphas, options: Options) -> Iterator[Move]:
     """Each step goes beyond its end by a share of the way, and back by noise; not the last one."""
     gamma = _TCD_GAMMA if options.eta is None else options.eta
     for at, (timestep, following) in enumerate(pairwise([*path, 0])):
@@ -154,8 +154,7 @@ def _tcd_moves(
         kept = alphas[following] / beyond if gamma and not is_last else 1.0
         move = math.sqrt(kept) * _transfer(alphas[timestep], beyond)
         noise = math.sqrt(1 - kept) or None
-        estimate = to_noise(alphas[timestep], prediction)
-        yield Move(timestep, move, noise, finished=at - 1, estimate=estimate)
+        yield Move(timestep, move, noise, finished=at - 1)
 
 
 class _Times(NamedTuple):
@@ -271,14 +270,14 @@ def _of_ddim_timesteps(
     prediction: str,
     options: Options,
     *,
-    moves: Callable[[Sequence[int], Alphas, str, Options], Iterator[Move]],
+    moves: Callable[[Sequence[int], Alphas, Options], Iterator[Move]],
 ) -> Path:
     known = ddim_timesteps(steps, alphas)
     start = Start(0.0, 1.0)
     if t_enc is not None:
         start = _noised(alphas[known[-1 - t_enc]])
         known = known[len(known) - t_enc :]
-    return start, moves(known, alphas, prediction, options)
+    return start, _by_noise(moves(known, alphas, options), alphas, prediction)
 
 
 #: The path of a sampler, by its key; see `schedule.make_schedule`.
