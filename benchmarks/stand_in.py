@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from imagefleet.errors import FleetError, JobError, TransientError
+from imagefleet.errors import FleetError, JobCancelled, JobError, TransientError
 from imagefleet.job import sizes
 from imagefleet.job.prompt import Prompt
 from worker.engine.contract import (
@@ -54,6 +54,7 @@ class StandInEngine:
         self._tick_seconds = tick_seconds
         self._draw = draw or draw_noise
         self._admitted = deque[tuple[int, ImageRequest]]()
+        self._estimated = set[int]()
 
     @property
     def free(self) -> int:
@@ -84,12 +85,15 @@ class StandInEngine:
         self._admitted.append((ticket, prepared.request))
 
     def tick(self) -> list[Finished]:
+        """Finishes all that is here; what is to be estimated in the tick after its estimate."""
         time.sleep(self._tick_seconds)
-        finished = [
-            Finished(ticket, self._outcome(request))
-            for ticket, request in self._admitted
-        ]
-        self._admitted.clear()
+        finished = []
+        for ticket, request in self._admitted:
+            is_estimate = request.stop is not None and ticket not in self._estimated
+            finished.append(Finished(ticket, self._outcome(request), is_estimate))
+        self._estimated = {each.ticket for each in finished if each.is_estimate}
+        left = [each for each in self._admitted if each[0] in self._estimated]
+        self._admitted = deque(left)
         return finished
 
     def call(self, function: Callable[[], Result]) -> Result:
@@ -99,6 +103,8 @@ class StandInEngine:
         self._admitted.clear()
 
     def _outcome(self, request: ImageRequest) -> Pixels | FleetError:
+        if request.is_stopped:
+            return JobCancelled()
         try:
             return self._draw(request)
         except (JobError, TransientError) as error:

@@ -324,11 +324,12 @@ class EngineThread:
             if self.clock.first_at is None:
                 continue  # it only took up what it has compiled
             self.clock.busy_seconds += ended_at - began_at
-            self.clock.images += len(outcomes)
+            images = [each for each in outcomes if not each.is_estimate]
+            self.clock.images += len(images)
             self.clock.last_at = ended_at
             if is_full and row_pixels:
                 self.clock.note_full_tick(engine, row_pixels, ended_at - began_at)
-            if self.clock.full_speed_at is None and any(map(_is_jobs, outcomes)):
+            if self.clock.full_speed_at is None and any(map(_is_jobs, images)):
                 self.clock.note_image(engine, ended_at)
             self._deliver(engine, outcomes, ended_at)
         # The requests that it has begun and will not finish.
@@ -391,7 +392,12 @@ class EngineThread:
         """Hands what is finished to the loop, as much as may wait there at once."""
         for_jobs: list[Delivery] = []
         for finished in outcomes:
-            delivery = Delivery(finished, self._admitted_at.pop(finished.ticket), at)
+            if finished.ticket not in self._admitted_at:
+                continue  # the estimate of an image that has failed before it came
+            admitted_at = self._admitted_at[finished.ticket]
+            if not finished.is_estimate:
+                del self._admitted_at[finished.ticket]
+            delivery = Delivery(finished, admitted_at, at)
             if drawing := self._drawing.pop(finished.ticket, None):
                 drawing.set_result(delivery)
                 continue

@@ -250,6 +250,11 @@ class EngineCollector(Collector):
             "Rows of the UNet's calls that images took: two a call with guidance, one without.",
             getattr(engine, "unet_rows", 0),
         )
+        yield _counter(
+            "unet_rows_saved",
+            "Rows that were left to images which were dropped for their estimates.",
+            getattr(engine, "unet_rows_saved", 0),
+        )
         yield _gauge(
             "engine_compiling",
             "1 while the engine compiles: it draws meanwhile, but more slowly.",

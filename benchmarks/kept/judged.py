@@ -3,8 +3,11 @@
 By `plan`, and by a real run: the same jobs of the demo's model are judged while they are drawn, and
 stored first and judged then; operations and bytes are counted, the GPU's time is that of the plan.
 With --model, mixed LoRAs on a GPU: a worker that scores each image by CLIP over one that does not.
+With --early, what early stop saves and wrongly drops: its minimum is chosen by a trial of other
+jobs than those that are counted.
 
     python -m benchmarks.kept.judged [--jobs 400]
+    python -m benchmarks.kept.judged --early [--jobs 1500]
     python -m benchmarks.kept.judged --model MODEL [--loras FOLDER] [--clip FILE] [--images 1000]
 """
 
@@ -19,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 
@@ -26,7 +30,7 @@ from benchmarks import operations
 from fleet.plan import command, kept
 from fleet.plan.work import of_source, read_models
 from imagefleet.files import demo
-from imagefleet.keeping.rule import Keep
+from imagefleet.keeping.rule import Keep, Scores
 from imagefleet.pricing import prices
 from imagefleet.records import pictures, reader
 from imagefleet.records.record import Record
@@ -37,6 +41,8 @@ from loadgen.load import Load
 from loadgen.settings import LoadSettings
 from loadgen.sources import open_source
 from worker import process
+from worker.engine import load
+from worker.engine.slots.engine import SlotEngine
 from worker.settings import MachineSettings
 from worker.stages import record as recording
 
@@ -52,11 +58,23 @@ GPU = "RTX 3060 Ti"
 
 USUAL_PIXELS = 512 * 512
 
+#: The demo's.
+JUDGE = demo.TRAINED / "judges" / "clip.onnx"
+
 #: Share of the images, at both ends, that are not timed.
 EDGE = 0.1
 
 #: Of CLIP ViT-L/14.
 CLIP_SIDE = 224
+
+#: How early stop is measured, beside jobs of few steps.
+USUAL_STEPS = {"sampler_name": "DPM++ 2M Karras", "steps": 16, "cfg_scale": 5}
+
+#: Share of a trial's images that the estimates' minimum drops: some more than save a quarter.
+DROPPED_EARLY = 0.65
+
+#: Share of the jobs that are the trial, and are drawn again with early stop.
+PART = 0.2
 
 
 class Ran(NamedTuple):
@@ -65,22 +83,27 @@ class Ran(NamedTuple):
     operations: Operations
     records: list[Record]
     dropped: int
+    #: Rows of the UNet's calls, and those that early stop has saved.
+    rows: int
+    saved: int
 
     @property
     def bytes(self) -> int:
         return sum(record.size_bytes or 0 for record in self.records)
 
 
-def jobs_file(folder: Path, prompts: Sequence[str], **fields: object) -> Path:
+def jobs_file(
+    folder: Path, prompts: Sequence[str], first: int = 0, **fields: object
+) -> Path:
     path = folder / "jobs.jsonl"
     with path.open("w") as file:
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate(prompts, first):
             file.write(json.dumps({"prompt": prompt, "id": f"{number:06}", **fields}))
             file.write("\n")
     return path
 
 
-async def drawn(file: Path, rule: str | None, judge: Path, **worker: Any) -> Ran:
+async def drawn(file: Path, rule: str | Keep | None, judge: Path, **worker: Any) -> Ran:
     """Loads a file into a storage of its own and has one worker draw it."""
     with tempfile.TemporaryDirectory() as folder:
         where = StorageSettings(storage=f"local:{folder}/storage")
@@ -89,6 +112,13 @@ async def drawn(file: Path, rule: str | None, judge: Path, **worker: Any) -> Ran
         )
         keep = None if rule is None else Keep.model_validate(rule)
         source = open_source(str(file), campaign="kept", keep=keep)
+        engines: list[SlotEngine] = []
+        loading = load.load_engine
+
+        def load_engine(settings: load.EngineSettings) -> SlotEngine:
+            engines.append(loading(settings))
+            return engines[-1]
+
         async with open_storage(settings) as storage:
             await storage.create()
             name = f"judges/clip{judge.suffix}"
@@ -108,7 +138,10 @@ async def drawn(file: Path, rule: str | None, judge: Path, **worker: Any) -> Ran
             cache=Path(folder, "cache"),
             **worker,
         )
-        with operations.opened() as opened:
+        with (
+            operations.opened() as opened,
+            patch.object(load, "load_engine", load_engine),
+        ):
             await process.run_worker(machine)
         used.update(asdict(opened[0].operations))
         async with open_storage(where) as storage:
@@ -118,7 +151,14 @@ async def drawn(file: Path, rule: str | None, judge: Path, **worker: Any) -> Ran
             found = [record async for record in reader.images(storage, "kept")]
             if found and isinstance(await pictures.find(storage, found[:1]), str):
                 sys.exit("an image is not stored as its record says")
-        return Ran(Operations(**used), found, counts.dropped)
+        (engine,) = engines
+        return Ran(
+            Operations(**used),
+            found,
+            counts.dropped,
+            engine.unet_rows,
+            engine.unet_rows_saved,
+        )
 
 
 def planned(folder: Path, bundle: int) -> kept.KeptPlan:
@@ -145,15 +185,13 @@ async def run_demo(folder: Path, count: int, gpu_dollars: float) -> dict[str, An
     lines = (demo.TRAINED / "captions.txt").read_text().splitlines()
     prompts = [lines[number % len(lines)] for number in range(count)]
     file = jobs_file(folder, prompts, steps=4)
-    judge = demo.TRAINED / "judges" / "clip.onnx"
     # Tried first, as thresholds are: the scores of all, of which a share is to pass.
     options: dict[str, Any] = {"model": demo.TRAINED, "device": "cpu"}
     options["accelerator"] = str(demo.ACCELERATOR)
-    tried = await drawn(file, "clip=0", judge, **options)
-    scores = [record.scores["clip"] for record in tried.records]
-    least = float(np.quantile(scores, 1 - SHARE, method="higher"))
-    judged = await drawn(file, f"clip={least}", judge, **options)
-    stored = await drawn(file, None, judge, **options)
+    tried = await drawn(file, "clip=0", JUDGE, **options)
+    least = quantile([[each.scores] for each in tried.records], "clip", 1 - SHARE)
+    judged = await drawn(file, f"clip={least}", JUDGE, **options)
+    stored = await drawn(file, None, JUDGE, **options)
     kept_ids = {record.id for record in judged.records}
     wanted = {record.id for record in tried.records if record.scores["clip"] >= least}
     if kept_ids != wanted:
@@ -179,6 +217,45 @@ async def run_demo(folder: Path, count: int, gpu_dollars: float) -> dict[str, An
         "bytes": judged.bytes,
         "bytes_stored_first": stored.bytes,
         "over_stored": first / during,
+    }
+
+
+def quantile(scores: Sequence[Sequence[Scores]], name: str, share: float) -> float:
+    found = [each[name] for (each,) in scores]
+    return float(np.quantile(found, share, method="higher"))
+
+
+async def run_early(folder: Path, count: int) -> dict[str, Any]:
+    """What early stop wrongly drops of the jobs, and the calls that it saves in a real run of some.
+
+    Both scores of all are found first; the first ones are the trial that decides the minima.
+    """
+    lines = (demo.TRAINED / "captions.txt").read_text().splitlines()
+    prompts = [lines[number % len(lines)] for number in range(count)]
+    options: dict[str, Any] = {"model": demo.TRAINED, "device": "cpu"}
+    file = jobs_file(folder, prompts, **USUAL_STEPS)
+    tried = await drawn(file, "clip=0,early.clip=0", JUDGE, **options)
+    scores = [[each.scores] for each in sorted(tried.records, key=lambda each: each.id)]
+    part = round(PART * count)
+    counted = scores[part:]
+    least = {
+        "clip": quantile(scores[:part], "clip", 1 - SHARE),
+        "early.clip": quantile(scores[:part], "early.clip", DROPPED_EARLY),
+    }
+    keep = Keep(minimum=least)
+    file = jobs_file(folder, prompts[part : 2 * part], part, **USUAL_STEPS)
+    stopped = await drawn(file, keep, JUDGE, **options)
+    calls = stopped.rows + stopped.saved
+    return {
+        "early_stop_calls_saved": round(stopped.saved / calls, 4),
+        "early_stop_wrongly_dropped": keep.wrongly_dropped(counted),
+        "early_stop": {
+            **USUAL_STEPS,
+            "minimum": least,
+            "jobs": len(counted),
+            "kept_without": sum(each["clip"] >= least["clip"] for (each,) in counted),
+            "jobs_stopped": part,
+        },
     }
 
 
@@ -267,6 +344,8 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
             figures = await run_gpu(folder, given)
             ratio = figures.pop("scored_over_plain")
             return {"scored_over_plain": ratio, "scored": figures}
+        if given.early:
+            return await run_early(folder, given.jobs)
         plans = {
             name: planned(folder, size)
             for name, size in (("single", 1), ("bundled", 32))
@@ -294,6 +373,7 @@ def gpu_dollars_of_image(folder: Path) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=400)
+    parser.add_argument("--early", action="store_true", help="measure early stop")
     parser.add_argument("--model", help="a checkpoint: measure scoring on its device")
     parser.add_argument("--loras", type=Path)
     parser.add_argument("--clip", type=Path, help="default: random weights of ViT-L/14")

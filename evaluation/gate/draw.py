@@ -108,7 +108,8 @@ def _drawn(
                 with _naming(image.job):
                     if isinstance(finished.outcome, FleetError):
                         raise finished.outcome
-                yield image, finished.outcome
+                if not finished.is_estimate:
+                    yield image, finished.outcome
 
 
 def _write(image: _Image, pixels: Pixels, model: str, folder: Path) -> None:

@@ -112,6 +112,9 @@ def _show_sample(figures: JSONDict, drawing_to: Path | None, *, as_json: bool) -
     if "rule" in figures:
         share, dollars = _kept(figures["rule"])
         console.print_plain(f"the rule keeps {share}, ${dollars} a 1,000 kept images")
+    if "wrongly_dropped" in figures:
+        share = f"{figures['wrongly_dropped']:.1%}"
+        console.print_plain(f"its estimates drop {share} of what it would keep")
 
 
 def _kept(of: JSONDict) -> tuple[str, str]:

@@ -69,6 +69,8 @@ def _figures(
     if rule is not None:  # near-duplicates included
         reasons = [reason for job in jobs for reason in rule.choose(job)]
         figures["rule"] = kept(reasons.count(None) / len(reasons))
+        if rule.early:
+            figures["wrongly_dropped"] = rule.wrongly_dropped(jobs)
     return figures
 
 

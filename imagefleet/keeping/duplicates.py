@@ -1,4 +1,4 @@
-"""Finds near-duplicates among the kept images of a campaign (point 4 of `keeping.rule`)."""
+"""Finds near-duplicates among the kept images of a campaign (point 5 of `keeping.rule`)."""
 
 from collections import defaultdict
 from collections.abc import Iterable

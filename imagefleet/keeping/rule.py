@@ -8,7 +8,10 @@ or how often:
 2. Of the others the `best` are kept: those of the highest score `by`, of equal scores the one that
    is drawn first. Kept images are numbered in the order in which they are drawn.
 3. A job that keeps nothing has the outcome `dropped`.
-4. With `distinct`, whoever reads the whole campaign drops near-duplicates: of two kept images whose
+4. A minimum of `early.NAME` is for the score NAME of an image's estimate at half of its steps. An
+   image below it is dropped, and drawn no further; it counts as below even if it was drawn to its
+   end before that was known. An image without an estimate passes. No choice is made early.
+5. With `distinct`, whoever reads the whole campaign drops near-duplicates: of two kept images whose
    perceptual hashes differ in at most so many bits, the one with the lower score `by`, of equal
    scores the one of the job whose id comes later. It is dropped even if the other one is dropped
    for a third, so the order of drawing is of no effect. Until both are drawn, either one counts.
@@ -17,7 +20,7 @@ Scores are rounded before they are compared, and recorded as they were compared.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Self
 
 from pydantic import BaseModel, Field, model_validator
@@ -35,6 +38,9 @@ DIGITS = 3
 
 #: Scores that need no network.
 OF_PIXELS = ("contrast", "coherence")
+
+#: Begins the name of a score of an image's estimate at half of its steps.
+EARLY = "early."
 
 #: Names that a rule's text has for what is no score.
 _OTHERS = ("best", "by", "distinct")
@@ -75,7 +81,7 @@ class Keep(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     def _has_scores(self) -> Self:
         if not self.ranking:
             raise ValueError("it names no score: clip=25 keeps images of at least 25")
-        for name in self.scores:
+        for name in self.networks:
             if not SAFE_NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is no name of a score")
         return self
@@ -83,22 +89,31 @@ class Keep(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     @property
     def ranking(self) -> str:
         """The score that ranks images."""
-        return self.by or next(iter(self.minimum), "")
+        return (self.by or next(iter(self.minimum), "")).removeprefix(EARLY)
 
     @property
     def scores(self) -> list[str]:
-        """The names of the scores that it needs."""
-        return [*dict.fromkeys((*self.minimum, self.ranking))]
+        """The names of the scores that it needs of whole images."""
+        names = dict.fromkeys((*self.minimum, self.ranking))
+        return [name for name in names if not name.startswith(EARLY)]
+
+    @property
+    def early(self) -> list[str]:
+        """The names of its minima for images' estimates."""
+        return [name for name in self.minimum if name.startswith(EARLY)]
 
     @property
     def networks(self) -> list[str]:
         """The scores that need a network."""
-        return [name for name in self.scores if name not in OF_PIXELS]
+        names = {name.removeprefix(EARLY) for name in (*self.scores, *self.early)}
+        return sorted(names.difference(OF_PIXELS))
 
     def reason(self, scores: Scores) -> str | None:
         """Why an image is dropped for its own scores; None if it passes."""
-        for name, least in self.minimum.items():
-            score = scores.get(name, -math.inf)
+        unknown = dict.fromkeys(self.early, math.inf)
+        # Estimates first: an image that one of them drops has no other scores.
+        for name, least in (unknown | self.minimum).items():
+            score = scores.get(name, unknown.get(name, -math.inf))
             if score < least:
                 return f"{name} {score:g} is below {least:g}"
         return None
@@ -127,6 +142,19 @@ class Keep(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
         for at in ranked[:count]:
             reasons[at] = None
         return reasons
+
+    def wrongly_dropped(self, jobs: Iterable[Sequence[Scores]]) -> float:
+        """Share that it drops for estimates, of the images that it would keep without these."""
+        unknown = dict.fromkeys(self.early, math.inf)
+        reasons = [
+            self.reason(scores)
+            for job in jobs
+            for scores, other in zip(
+                job, self.choose([{**each, **unknown} for each in job]), strict=True
+            )
+            if other is None
+        ]
+        return sum(map(bool, reasons)) / max(1, len(reasons))
 
     def may_keep(self, images: Sequence[Scores]) -> bool:
         """True if it keeps one of a job's images, as far as their scores are known."""

@@ -280,6 +280,19 @@ STATED: list[tuple[str, str, str, list[Figure]]] = [
         "a1111",
         ["details_over_plain"],
     ),
+    (
+        "docs/keeping.md",
+        "saved {:.1f} % of the UNet calls and dropped {:.0f} of {:.0f} images to keep",
+        "kept",
+        [
+            lambda found: 100 * found["early_stop_calls_saved"],
+            lambda found: (
+                found["early_stop_wrongly_dropped"]
+                * found["early_stop"]["kept_without"]
+            ),
+            "early_stop.kept_without",
+        ],
+    ),
 ]
 
 

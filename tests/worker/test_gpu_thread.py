@@ -467,6 +467,19 @@ async def test_a_call_runs_on_the_engines_thread_between_ticks_and_raises_its_er
         assert (await engine_thread.finished()).finished.ticket == 0
 
 
+async def test_an_estimate_that_comes_behind_its_image_is_left_out():
+    class Late(StandInEngine):
+        def tick(self) -> list[contract.Finished]:
+            found = super().tick()
+            return [*found, *(replace(each, is_estimate=True) for each in found)]
+
+    async with engine_thread_with(Late()) as engine_thread:
+        for ticket in range(2):
+            await engine_thread.submit(ticket, prepared(ticket))
+            finished = (await engine_thread.finished()).finished
+            assert (finished.ticket, finished.is_estimate) == (ticket, False)
+
+
 async def test_a_call_is_answered_while_finished_images_wait_for_whoever_calls():
     """A judge that asks for the GPU takes no images meanwhile: both would wait for good."""
     async with engine_thread_with(StandInEngine(), backlog=1) as engine_thread:

@@ -48,6 +48,7 @@ async def test_every_counter_starts_at_zero(text: str):
         'imagefleet_lease_renewals_total{result="lost"}',
         "imagefleet_engine_graphs_total",
         "imagefleet_unet_rows_total",
+        "imagefleet_unet_rows_saved_total",
         'imagefleet_model_switches_total{model="stand-in"}',
         'imagefleet_model_jobs_total{model="stand-in",outcome="failed"}',
         "imagefleet_model_switch_seconds_total",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -204,6 +205,13 @@ class ImageRequest:
     refiner: Refiner | None = None
     #: The upscaling of a request that draws nothing: else only `init.pixels` and size matter.
     upscale: Upscale | None = None
+    #: Set once its estimate at half of its calls has dropped it; None: nobody looks at one.
+    stop: Event | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if it is to be drawn no further: JobCancelled is its outcome, if it has a slot."""
+        return self.stop is not None and self.stop.is_set()
 
 
 class PreparedRequest(Protocol):
@@ -218,8 +226,11 @@ class PreparedRequest(Protocol):
 
 @dataclass(frozen=True)
 class Finished:
+    """An image, or before it its estimate if that is looked at: perhaps again, after a failure."""
+
     ticket: int
     outcome: Outcome
+    is_estimate: bool = False
 
 
 class SelfCheck(Protocol):

@@ -51,6 +51,7 @@ class _FinishedLatents(NamedTuple):
     latents: Tensor
     since_tick: int
     slice_key: _SliceKey
+    is_estimate: bool
 
 
 @dataclass(frozen=True)
@@ -132,15 +133,18 @@ class Decoder:
         latents: Tensor,
         by: VaeDecoder | None = None,
         named: AutoencoderKL | None = None,
+        *,
+        is_estimate: bool = False,
     ) -> None:
         """Queues an image's latents [4, height, width], which must not change any more.
 
-        *named* is what it asks for in place of the checkpoint's own VAE; it is not compiled.
+        *named* is what it asks for in place of the checkpoint's own VAE; it is not compiled. An
+        estimate is decoded in the same tick, and so before its image, whatever decodes that.
         """
         vae = self._usual if self.has_tiny and by != "Full" else named or self._vae
         key = vae, latents.shape
         self._queue.setdefault(key, []).append(
-            _FinishedLatents(ticket, latents, self._tick, key)
+            _FinishedLatents(ticket, latents, self._tick, key, is_estimate)
         )
 
     def uncompiled(self, shape: torch.Size) -> list[Vae]:
@@ -201,7 +205,8 @@ class Decoder:
         self._tick += 1
         for key, waiting in list(self._queue.items()):
             size = self._slice_size(key[1])
-            is_urgent = flush or key not in self._compiled
+            has_estimate = any(each.is_estimate for each in waiting)
+            is_urgent = flush or has_estimate or key not in self._compiled
             while waiting:
                 oldest = waiting[0].since_tick
                 is_overdue = self._tick - oldest >= lanes * _MAX_WAIT_TICKS
@@ -229,7 +234,7 @@ class Decoder:
             part, copy = self._copies.popleft()
             for drawn, pixels in zip(part, copy.wait(), strict=True):
                 outcome = self._retry_in_float32(drawn) if pixels is None else pixels
-                finished.append(Finished(drawn.ticket, outcome))
+                finished.append(Finished(drawn.ticket, outcome, drawn.is_estimate))
         return finished
 
     def forget_compiled(self) -> None:
@@ -291,7 +296,8 @@ class Decoder:
             self._striped_shapes.add(shape)
             self._decode_or_share(part, free_memory)
         else:
-            self._failed.append(Finished(part[0].ticket, failure))
+            only = part[0]
+            self._failed.append(Finished(only.ticket, failure, only.is_estimate))
 
     @torch.no_grad()
     def _decode(self, part: Sequence[_FinishedLatents]) -> HostCopy:

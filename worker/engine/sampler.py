@@ -189,6 +189,16 @@ def step(
     return stepped, torch.cat([estimates, latents[None]])
 
 
+def image_of(row: Tensor, history: Tensor) -> Tensor:
+    """The latents [4, height, width] of the image that an update has estimated, without noise.
+
+    *row*: of the call's table [COLUMNS]; *history* [HISTORY, 4, height, width]: as it left it. Some
+    samplers' estimates are of the noise.
+    """
+    from_latents = float(row[KEPT_FROM_LATENTS])
+    return (history[0] - from_latents * history[-1]) / float(row[KEPT_FROM_ORIGINAL])
+
+
 #: Coefficients [1 + HISTORY]: of the latents, the estimates and the call before's latents.
 Combination = npt.NDArray[np.float64]
 
@@ -218,7 +228,8 @@ class Move(NamedTuple):
     #: Timestep that the UNet is told; None where the level is a timestep itself.
     timestep: float | None = None
     input_scale: float = 1.0
-    #: Coefficients of the estimate inside the kept area: of the original and of the latents.
+    #: Coefficients of the image and of the latents in the estimate: it has that of the original
+    #: inside the kept area.
     kept: Coefficients = (1.0, 0.0)
     #: Logarithms of the bounds of the variance that a UNet of pixels predicts.
     variance_logs: Interval = (0.0, 0.0)

@@ -319,6 +319,8 @@ class InFlightImage:
     ready_at: float = field(default_factory=time.monotonic)
     #: Its position among the images that are drawn; `index` is that among those stored.
     drawn_index: int = 0
+    #: True once its estimate has dropped it, in time or too late.
+    is_dropped: bool = False
     #: Facts of its record by its judges: scores, the job's dropped images, and its hash.
     facts: JSONDict = field(default_factory=dict)
 

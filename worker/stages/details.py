@@ -49,7 +49,7 @@ async def draw(
         }
         own_job = job.model_copy(update=fields)
         positive, negative = job.detail_prompts[at]
-        # The picture's first pass, without its ControlNets and refiner.
+        # The picture's first pass, without its ControlNets, refiner and estimate.
         own = replace(
             request,
             prompt=positive or request.prompt,
@@ -63,6 +63,7 @@ async def draw(
             hires=None,
             controls=(),
             refiner=None,
+            stop=None,
         )
         for number, mask in enumerate(masks):
             init, overlay = await asyncio.to_thread(

@@ -93,22 +93,34 @@ class GenerateStage:
     async def run(self) -> NoReturn:
         while True:
             delivery = await self.engine_thread.finished()
-            image = self._take(delivery.finished.ticket)
+            finished = delivery.finished
+            if finished.is_estimate:
+                image = self._at_engine[finished.ticket]
+                if isinstance(finished.outcome, FleetError):
+                    await self.settler.failed(image.owner, finished.outcome)
+                else:
+                    await self.judge.queue.put((image, finished.outcome, True))
+                continue
+            image = self._take(finished.ticket)
             entry = image.owner
-            if isinstance(delivery.finished.outcome, JobCancelled):  # not begun
+            is_left = isinstance(finished.outcome, JobCancelled)
+            if is_left and not image.is_dropped:  # not begun
                 await self.settler.attempt(entry, partial(self.leave_out, entry, 1))
                 if not image.index:
                     await entry.first_ended()
                 continue
             passes = image.job.passes(*image.size, enlarges=self._family.enlarges)
+            if is_left:  # halfway
+                passes = [passes[0]._replace(calls=passes[0].calls // 2)]
             self.watchdog.image_generated(self.engine.family, passes)
             seconds = self.settler.metrics.stage_seconds
             seconds["wait_gpu"].observe(max(0.0, delivery.admitted_at - image.ready_at))
             seconds["generate"].observe(delivery.finished_at - delivery.admitted_at)
             self.puller.not_ahead(entry, 1)
-            await self.settler.attempt(
-                entry, partial(self._pass_on, image, delivery), image
-            )
+            if not image.is_dropped:
+                await self.settler.attempt(
+                    entry, partial(self._pass_on, image, delivery), image
+                )
 
     def _is_cancelled(self, ticket: int) -> bool:
         """True if an image is not to be begun; called on the engine's thread."""
@@ -162,8 +174,10 @@ class GenerateStage:
             await self._drawn(image, pixels)
 
     async def _drawn(self, image: InFlightImage, pixels: Pixels) -> None:
-        following = self.encode if image.job.keep is None else self.judge
-        await following.queue.put((image, pixels))
+        if image.job.keep is None:
+            await self.encode.queue.put((image, pixels))
+        else:
+            await self.judge.queue.put((image, pixels, False))
 
     async def _draw(
         self, passes: Sequence[Pass], request: ImageRequest, at: int

@@ -3,6 +3,9 @@
 A job's images wait here until all of them are drawn: what is kept follows from all their scores
 (`imagefleet.keeping.rule`). Until then none is stored: a worker that dies leaves nothing, and the
 next one comes to the same choice. What an earlier delivery has stored stays the job's choice.
+
+An image's estimate comes before the image itself. If it drops the image, the engine draws that no
+further; if this comes too late, nobody looks at what is drawn.
 """
 
 import asyncio
@@ -16,7 +19,7 @@ from typing import NoReturn
 
 from imagefleet.caption import caption_of
 from imagefleet.errors import TransientError
-from imagefleet.keeping.rule import Keep
+from imagefleet.keeping.rule import EARLY, Keep
 from imagefleet.records.record import DroppedImage
 from worker.engine.contract import Pixels
 from worker.gpu_thread import EngineThread
@@ -33,6 +36,11 @@ BATCH = 32
 #: The longest time that an image waits for others to be judged with it.
 GATHER_SECONDS = 1.0
 
+#: An image or, if the last is true, its estimate.
+_Shown = tuple[InFlightImage, Pixels, bool]
+
+_Scored = dict[str, float] | Exception
+
 
 @dataclass(eq=False)
 class JudgeStage:
@@ -45,7 +53,7 @@ class JudgeStage:
     encode: EncodeStage
 
     def __post_init__(self) -> None:
-        self.queue: asyncio.Queue[Generated] = asyncio.Queue(BATCH)
+        self.queue: asyncio.Queue[_Shown] = asyncio.Queue(BATCH)
         self.judges.on_engine = self.engine_thread.call
         self.settler.on_judged = self._choose
 
@@ -54,28 +62,59 @@ class JudgeStage:
             batch = [await self.queue.get()]
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(GATHER_SECONDS):
-                    # Each call of a network holds up the engine's next tick.
+                    # Each call of a network holds up the engine's next tick. But what an estimate
+                    # drops is drawn on until then, so none waits for others.
                     while len(batch) < BATCH and (
-                        not self.queue.empty() or self.engine_thread.in_engine
+                        not self.queue.empty()
+                        or (
+                            self.engine_thread.in_engine
+                            and not any(is_estimate for *_, is_estimate in batch)
+                        )
                     ):
                         batch.append(await self.queue.get())
-            batch.sort(key=_names)
-            for names, group in itertools.groupby(batch, key=_names):
-                await self._score(names, [*group])
+            batch.sort(key=_order)
+            for (_, names), group in itertools.groupby(batch, key=_order):
+                await self._judge(names, [*group])
 
-    async def _score(self, names: Sequence[str], group: Sequence[Generated]) -> None:
-        found: Sequence[dict[str, float] | Exception]
+    async def _judge(self, names: Sequence[str], group: Sequence[_Shown]) -> None:
+        found: Sequence[_Scored]
         try:
-            shown = await asyncio.to_thread(lambda: [_shown(*each) for each in group])
+            shown = await asyncio.to_thread(
+                lambda: [_shown(image, pixels) for image, pixels, _ in group]
+            )
             found = await self.judges.scores(names, shown)
         except Exception as error:  # noqa: BLE001 - raised by `_hold`, for its job
             found = [error] * len(group)
-        for (image, pixels), scores in zip(group, found, strict=True):
-            hold = partial(self._hold, image, pixels, scores)
-            await self.settler.attempt(image.owner, hold, image)
+        for (image, pixels, is_estimate), scores in zip(group, found, strict=True):
+            if not image.is_dropped:
+                note = self._look_at if is_estimate else self._hold
+                work = partial(note, image, pixels, scores)
+                counted = None if is_estimate else image  # which still is at the engine
+                await self.settler.attempt(image.owner, work, counted)
+
+    async def _look_at(
+        self, image: InFlightImage, estimate: Pixels, scores: _Scored
+    ) -> None:
+        """Drops an image whose estimate is below a minimum; raises the error of its scores."""
+        if isinstance(scores, Exception):
+            raise scores
+        early = {
+            f"{EARLY}{name}": score
+            for name, score in scores.items()
+            if math.isfinite(score)
+        }
+        image.facts["scores"] = early
+        # As many as an earlier delivery has kept are needed, whatever their scores here.
+        if image.owner.again or _rule(image).may_keep([early]):
+            return
+        image.is_dropped = True
+        if image.request and image.request.stop:
+            image.request.stop.set()
+        image.owner.judged.append((image, estimate))
+        await self.settler.less_to_store(image.owner, 1)
 
     async def _hold(
-        self, image: InFlightImage, pixels: Pixels, scores: dict[str, float] | Exception
+        self, image: InFlightImage, pixels: Pixels, scores: _Scored
     ) -> None:
         """Keeps an image until its job's others are judged; raises the error of its scores."""
         try:
@@ -89,7 +128,7 @@ class JudgeStage:
         if not all(map(math.isfinite, scores.values())):
             raise TransientError(f"a score is not finite: {scores}")
         self.watchdog.images_failed_in_a_row = 0
-        image.facts["scores"] = scores
+        image.facts.setdefault("scores", {}).update(scores)
         image.owner.judged.append((image, pixels))
         await self.settler.less_to_store(image.owner, 1)
 
@@ -158,9 +197,13 @@ def _rule(image: InFlightImage) -> Keep:
     return image.job.keep
 
 
-def _names(judged: Generated) -> list[str]:
-    image, _ = judged
-    return _rule(image).scores
+def _order(shown: _Shown) -> tuple[bool, list[str]]:
+    """Estimates first, as each has to be known before its image, and then by the scores' names."""
+    image, _, is_estimate = shown
+    rule = _rule(image)
+    if is_estimate:
+        return False, [name.removeprefix(EARLY) for name in rule.early]
+    return True, rule.scores
 
 
 def _shown(image: InFlightImage, pixels: Pixels) -> Drawn:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from threading import Event
 from typing import NamedTuple
 
 from imagefleet import concurrency
@@ -155,6 +156,7 @@ def requests_of(
             vae=inputs.vae,
             refiner=inputs.refiner,
             upscale=inputs.upscale,
+            stop=Event() if job.keep and job.keep.early else None,
         )
         for index in (range(job.images_to_draw) if images is None else images)
     ]

@@ -33,6 +33,7 @@ def test_a_rule_is_the_same_as_text_and_as_fields():
         ("clip=nan", "finite number"),
         ("clip=25,best=0", "greater than or equal to 1"),
         ("../clip=25", "no name of a score"),
+        ("clip=25,early.../clip=9", "no name of a score"),
         ("clip=25,distinct=64", "less than or equal to 7"),
     ],
 )
@@ -76,6 +77,15 @@ def test_of_those_that_pass_the_best_are_kept_and_the_first_of_equals():
 
 def test_a_score_that_is_missing_is_below_every_minimum():
     assert rule("clip=0").choose([{"aesthetic": 9}]) == ["clip -inf is below 0"]
+
+
+def test_an_estimate_below_its_minimum_drops_what_is_drawn_to_its_end_too():
+    early = rule("clip=25,early.clip=9,best=1")
+    images = [{"early.clip": 8}, {"early.clip": 8, "clip": 30}, {"clip": 26}]
+    below = "early.clip 8 is below 9"
+    assert early.choose(images) == [below, below, None]
+    assert early.wrongly_dropped([images, images[2:]]) == 1 / 2
+    assert early.wrongly_dropped([images[:1]]) == 0
 
 
 def test_near_duplicates_do_not_depend_on_the_order_of_drawing():

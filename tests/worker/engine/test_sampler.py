@@ -164,6 +164,24 @@ def test_an_unknown_sampler_is_refused_listing_the_known_ones(name: str):
 SAME_AS_OTHERS = ("restart_sgm_uniform", "dpm_fast_sgm_uniform")
 
 
+@pytest.mark.parametrize("name", samplers.SAMPLERS)
+def test_the_image_of_the_last_call_is_what_is_drawn_whatever_its_sampler_estimates(
+    name: str, monkeypatch
+):
+    step = sampler.step
+    found = []
+
+    def noting(rows: torch.Tensor, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        stepped, history = step(rows, *given)
+        found.append(sampler.image_of(rows[0], history))
+        return stepped, history
+
+    monkeypatch.setattr(sampler, "step", noting)
+    made = schedules.make_schedule(name, 9, alphas_cumprod(), "epsilon")
+    drawn = sample(made, noises(300), stand_in)
+    assert relative_difference(found[-1], drawn) < 0.5  # some end above sigma 0
+
+
 @pytest.mark.slow
 def test_an_image_is_the_same_alone_and_with_other_samplers(slot_engine):
     names = [

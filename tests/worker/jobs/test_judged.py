@@ -1,6 +1,7 @@
 """Jobs whose images are judged before they are stored, on both storages."""
 
 import asyncio
+import time
 from collections import Counter
 from typing import Any
 
@@ -300,3 +301,62 @@ async def test_of_near_duplicates_the_better_one_counts_whichever_is_drawn_first
     assert left.id == "b"
     assert (await ends(storage))["a"].reason == "near-duplicate of b"
     assert await counted(storage) == (1, 1, 1)
+
+
+class Waiting(StandInEngine):
+    """Goes on behind the estimate of its image once that has dropped it."""
+
+    def tick(self) -> list[contract.Finished]:
+        if self._estimated and not all(each.is_stopped for _, each in self._admitted):
+            time.sleep(0.01)
+            return []
+        return super().tick()
+
+
+EARLY = "contrast=25,early.contrast=25,best=2"
+
+
+async def test_an_image_that_its_estimate_drops_is_drawn_no_further(
+    storage: Storage, run_pipeline
+):
+    await run_pipeline(Waiting(draw=draw), sent=[message(id="j", seed=0, keep=EARLY)])
+    (end,) = (await ends(storage)).values()
+    assert (end.outcome, end.scores) == ("dropped", {"early.contrast": 10})
+    assert end.reason == "early.contrast 10 is below 25"
+
+
+async def test_the_best_are_never_chosen_early_and_a_drop_that_comes_too_late_changes_nothing(
+    storage: Storage, run_pipeline, monkeypatch
+):
+    body = message(id="j", seed=0, batch_size=8, keep=EARLY)
+    with monkeypatch.context() as late:
+        late.setattr(contract.ImageRequest, "is_stopped", False)
+        await run_pipeline(engine(), sent=[body])
+    assert await kept(storage) == BEST_TWO
+    first, _ = await records(storage)
+    reasons = {each.number: each.reason for each in first.dropped}
+    below = {seed: f"early.contrast {CONTRASTS[seed]} is below 25" for seed in (0, 4)}
+    better = dict.fromkeys((1, 2, 6, 7), "2 of its job have a better contrast")
+    assert reasons == {**better, **below}
+    await redelivered(storage, body)
+    again = Striped()
+    await run_pipeline(again)
+    assert len(again.drawn) == 16
+    assert not any(each.is_stopped for each in again.drawn), (
+        "as many as are stored are needed"
+    )
+
+
+async def test_an_estimate_that_fails_decides_nothing_and_its_job_comes_again(
+    storage: Storage, run_pipeline
+):
+    left = [errors.TransientError("out of memory")]
+
+    def draw_or_fail(request: contract.ImageRequest) -> contract.Pixels:
+        if left:
+            raise left.pop()
+        return draw(request)
+
+    body = message(id="j", seed=3, keep=EARLY)
+    pipeline = await run_pipeline(StandInEngine(draw=draw_or_fail), sent=[body])
+    assert pipeline.metrics.outcomes == {"retried": 1, "completed": 1}

@@ -24,7 +24,7 @@ WORKERS = 2
 CALLS = 60
 
 RULES = {
-    "best": "contrast=30,coherence=0.1,best=2",
+    "best": "contrast=30,coherence=0.1,early.contrast=25,best=2",
     "distinct": "contrast=30,coherence=0.1,best=1,distinct=3",
 }
 

@@ -99,6 +99,18 @@ async def test_a_picture_in_which_nothing_is_found_stays_as_it_is(
     assert np.array_equal(drawn, draw_noise(engine.drawn[0]))
 
 
+async def test_parts_have_no_estimates_of_their_own(
+    storage: Storage, run_pipeline, tmp_path
+):
+    await store(storage, tmp_path)
+    unit = {"ad_model": "face_yolov8n.pt"}
+    body = message(id="d", seed=5, keep="early.contrast=0", **adetailer(unit))
+    engine = Drawing(size=SIZE)
+    await run_pipeline(engine, sent=[body])
+    assert [each.seed for each in engine.drawn] == [5, 5, 5, 6]
+    assert await blobs(storage) == ["default/d.png"]
+
+
 async def test_a_job_whose_detector_is_missing_fails_and_says_so(
     storage: Storage, run_pipeline
 ):

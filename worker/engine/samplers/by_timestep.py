@@ -68,29 +68,41 @@ def _noised(alpha: float) -> Start:
     return Start(math.sqrt(alpha), math.sqrt(1 - alpha))
 
 
+def _by_noise(moves: Iterator[Move], trained: Trained) -> Iterator[Move]:
+    """The moves of a sampler whose estimates are the noise, `from_uncond` in terms of it."""
+    for move in moves:
+        timestep = int(move.level)
+        alpha = trained.alphas[timestep]
+        deviation = math.sqrt(1 - alpha)
+        estimate = trained.to_noise(timestep)
+        yield move._replace(
+            estimate=estimate,
+            from_uncond=move.from_uncond * estimate[1],
+            kept=(-math.sqrt(alpha) / deviation, 1 / deviation),
+        )
+
+
 def _ddim(
-    path: Sequence[int], trained: Trained, options: Options, *, is_cfgpp: bool = False
+    path: Sequence[int], alphas: Alphas, options: Options, *, is_cfgpp: bool = False
 ) -> Iterator[Move]:
     """*is_cfgpp*: the noise that is put back is that without the prompt (Chung et al. 2024)."""
     eta = options.eta or 0.0
     for at, (timestep, following) in enumerate(pairwise(path)):
-        alpha = trained.alphas[timestep]
-        next_alpha = trained.alphas[following]
+        alpha = alphas[timestep]
+        next_alpha = alphas[following]
         variance = (1 - next_alpha) / (1 - alpha) * (1 - alpha / next_alpha)
         noise = eta * math.sqrt(variance)
-        estimate = trained.to_noise(timestep)
         back = math.sqrt(max(0.0, 1 - next_alpha - noise**2))
         yield Move(
             timestep,
             _transfer(alpha, next_alpha, noise),
             noise if eta else None,
             finished=at - 1,
-            estimate=estimate,
-            from_uncond=back * estimate[1] if is_cfgpp else 0.0,
+            from_uncond=back if is_cfgpp else 0.0,
         )
 
 
-def _plms(path: Sequence[int], trained: Trained, _: Options) -> Iterator[Move]:
+def _plms(path: Sequence[int], alphas: Alphas, _: Options) -> Iterator[Move]:
     """The first step is repeated with the mean of the estimates at both of its ends."""
     for at, (timestep, following) in enumerate(pairwise(path)):
         order = min(at, len(_ADAMS_BASHFORTH) - 1)
@@ -98,15 +110,12 @@ def _plms(path: Sequence[int], trained: Trained, _: Options) -> Iterator[Move]:
         if at > 0:
             del known[at : at + 1]  # the estimate that only the repeated step uses
         slope = _weighed(_ADAMS_BASHFORTH[order], known)
-        alphas = trained.alphas
         move = _transfer(alphas[timestep], alphas[following], slope=slope)
-        estimate = trained.to_noise(timestep)
-        yield Move(timestep, move, finished=at - 1, estimate=estimate)
+        yield Move(timestep, move, finished=at - 1)
         if at == 0:
             gain = float(move[1])
             repeated = LATENTS + gain / 2 * (ESTIMATES[0] - ESTIMATES[1])
-            estimate = trained.to_noise(following)
-            yield Move(following, repeated, estimate=estimate)
+            yield Move(following, repeated)
 
 
 def _transfer(
@@ -151,14 +160,11 @@ def _tcd(steps: int, t_enc: int | None, trained: Trained, options: Options) -> P
     path = [known[int(at * grid / steps)] for at in range(steps)]
     taken = path if t_enc is None else path[steps - t_enc - 1 :]
     start = _NOISE if t_enc is None else _noised(trained.alphas[taken[0]])
-    return start, _tcd_moves(taken, trained, options)
+    return start, _by_noise(_tcd_moves(taken, trained.alphas, options), trained)
 
 
-def _tcd_moves(
-    path: Sequence[int], trained: Trained, options: Options
-) -> Iterator[Move]:
+def _tcd_moves(path: Sequence[int], alphas: Alphas, options: Options) -> Iterator[Move]:
     """Each step goes beyond its end by a share of the way, and back by noise; not the last one."""
-    alphas = trained.alphas
     gamma = _TCD_GAMMA if options.eta is None else options.eta
     for at, (timestep, following) in enumerate(pairwise([*path, 0])):
         beyond = alphas[int((1 - gamma) * following)]
@@ -166,8 +172,7 @@ def _tcd_moves(
         kept = alphas[following] / beyond if gamma and not is_last else 1.0
         move = math.sqrt(kept) * _transfer(alphas[timestep], beyond)
         noise = math.sqrt(1 - kept) or None
-        estimate = trained.to_noise(timestep)
-        yield Move(timestep, move, noise, finished=at - 1, estimate=estimate)
+        yield Move(timestep, move, noise, finished=at - 1)
 
 
 class _Times(NamedTuple):
@@ -265,14 +270,14 @@ def _weighed(
 
 
 def _of_ddim_timesteps(
-    moves: Callable[[Sequence[int], Trained, Options], Iterator[Move]],
+    moves: Callable[[Sequence[int], Alphas, Options], Iterator[Move]],
     steps: int,
     t_enc: int | None,
     trained: Trained,
     options: Options,
 ) -> Path:
     start, path = _ddim_path(steps, t_enc, trained.alphas)
-    return start, moves(path, trained, options)
+    return start, _by_noise(moves(path, trained.alphas, options), trained)
 
 
 #: The path of a sampler, by its key; see `schedule.make_schedule`.

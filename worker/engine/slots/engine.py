@@ -15,9 +15,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from imagefleet.errors import FleetError, JobError
+from imagefleet.errors import FleetError, JobCancelled, JobError
 from imagefleet.telemetry.logs import log
-from worker.engine import contract
+from worker.engine import contract, sampler
 from worker.engine import errors as engine_errors
 from worker.engine.contract import Finished, ImageRequest, Result
 from worker.engine.families.table import Model
@@ -60,6 +60,8 @@ class SlotEngine:
         self.unet_rows = 0
         #: Sum of these rows' pixels: the work of images of unlike sizes.
         self.unet_row_pixels = 0
+        #: Rows that images' passes had left when they were dropped.
+        self.unet_rows_saved = 0
         self.checkpoint: Model = model
         self._packages = settings.packages
         self._unet = parts.unet
@@ -305,9 +307,16 @@ class SlotEngine:
     ) -> None:
         """Moves the next jobs into a lane's free slots; those that cannot start are finished.
 
-        *waits* for the first that is still being staged, if no slot draws.
+        Those that their estimates have dropped leave first. *waits* for the first that is still
+        being staged, if no slot draws.
         """
         step = self._open(lane)
+        for slot, job in list(lane.active.items()):
+            if job.prepared.request.is_stopped:
+                del lane.active[slot]
+                calls = range(job.call, job.calls)
+                self.unet_rows_saved += sum(map(job.prepared.rows, calls))
+                finished.append(Finished(job.ticket, JobCancelled()))
         started = self._fill(lane, waits=waits)
         if not lane.active:
             return
@@ -452,6 +461,12 @@ class SlotEngine:
         self.unet_row_pixels += drawn_rows * key.width * key.height
         for slot, job in list(lane.active.items()):
             job.call += 1
+            if job.is_halfway:
+                row = job.prepared.schedule.table[job.call - 1]
+                estimate = sampler.image_of(row, step.state.history[:, slot])
+                self._decoder.add(
+                    job.ticket, job.data.with_kept(estimate), is_estimate=True
+                )
             if job.call == job.calls:
                 job.extend(step.state.latents[slot], step.state.history[:, slot])
             is_done = job.call == job.calls
@@ -473,9 +488,8 @@ class SlotEngine:
     def _end_pass(self, job: SlotJob, latents: Tensor, history: Tensor) -> None:
         """Passes latents on: to the decoder, or to the lane of the job's next pass."""
         staged = job.data
-        if staged.inpainting is not None and job.prepared.ends is None:
-            kept, original = staged.inpainting
-            latents = latents * (1 - kept) + original * kept
+        if job.prepared.ends is None:
+            latents = staged.with_kept(latents)
         if (following := job.prepared.next_pass) is None:
             named = staged.coder and staged.coder.vae
             self._decoder.add(job.ticket, latents, job.prepared.request.decoder, named)

@@ -101,11 +101,11 @@ class PreparedRequest:
         """The pass that follows on this one, from the same seed."""
         if self.second is None:
             return None
-        seed = self.request.seed
-        noise = self.request.noise
-        return replace(
-            self.second, request=replace(self.second.request, seed=seed, noise=noise)
+        own = self.request
+        request = replace(
+            self.second.request, seed=own.seed, noise=own.noise, stop=own.stop
         )
+        return replace(self.second, request=request)
 
     @property
     def lora_key(self) -> LoraKey:

@@ -121,6 +121,13 @@ class Staged:
     #: The checkpoint that draws, kept by this.
     checkpoint: CachedCheckpoint | None = None
 
+    def with_kept(self, latents: Tensor) -> Tensor:
+        """Latents with those of the image that an inpainting keeps, if any."""
+        if self.inpainting is None:
+            return latents
+        kept, original = self.inpainting
+        return latents * (1 - kept) + original * kept
+
     @property
     def tensors(self) -> list[Tensor]:
         found = [
@@ -187,6 +194,15 @@ class SlotJob:
     def calls(self) -> int:
         """The number of its schedule's calls when this pass ends."""
         return self.prepared.ends or len(self.prepared.schedule.table)
+
+    @property
+    def is_halfway(self) -> bool:
+        """True after half of the calls of its first pass, if its estimate is looked at."""
+        drawn = self.prepared
+        schedule = drawn.schedule
+        if drawn.request.stop is None or drawn.upscaling or schedule.extend:
+            return False
+        return self.call == len(schedule.table) // 2
 
     def extend(self, latents: Tensor, history: Tensor) -> None:
         """Makes its schedule longer after the last call, if that depends on its latents."""

@@ -1,5 +1,7 @@
 """Jobs that begin with an image, and those with a second pass, in slots beside others."""
 
+from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -58,6 +60,9 @@ def test_a_second_pass_has_the_options_of_its_own_sampler(make_slot_engine):
     prepared = engine.prepare(request)
     assert any(prepared.schedule.noisy)
     assert not any(prepared.next_pass.schedule.noisy)
+    stop = Event()
+    other = replace(prepared, request=replace(request, stop=stop))
+    assert other.next_pass.request.stop is stop, "each image of a job has its own"
 
 
 def test_both_passes_share_calls_with_other_jobs_of_their_size(

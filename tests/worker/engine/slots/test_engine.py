@@ -1,6 +1,7 @@
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -276,3 +277,23 @@ def test_an_urgent_image_is_drawn_before_those_that_wait_for_a_slot(
     assert [*outcomes][:2] == [1, 4]
     (expected,) = draw(slot_engine, make_request(seed=4, steps=2))
     assert difference(outcomes[4], expected) <= ROUNDING
+
+
+def test_an_image_is_dropped_for_its_estimate_halfway_and_its_slot_goes_to_the_next(
+    make_slot_engine, monkeypatch
+):
+    engine = make_slot_engine(slots=1)
+    calls = watch_calls(monkeypatch, engine)
+    stop = Event()
+    for ticket, each in enumerate((stop, Event())):
+        engine.admit(ticket, engine.prepare(make_request(stop=each)))
+    found = []
+    while engine.busy:
+        found += engine.tick()
+        if found:
+            stop.set()
+    assert [each.is_estimate for each in found] == [True, False, True, False]
+    assert isinstance(found[1].outcome, errors.JobCancelled)
+    assert 0 < difference(found[2].outcome, found[3].outcome) < 100
+    assert [call.tickets for call in calls] == [[0]] * 2 + [[1]] * 4
+    assert engine.unet_rows_saved == 4
