@@ -106,9 +106,7 @@ class ImageRecords:
         """Records of the lines that *choose* returns of some; nothing stored is looked at."""
         found = []
         shards = catalog.of_kind(self._shards, "images", "again")
-        async for shard, lines in catalog.lines_of_all(shards, Damaged()):
-            some = await asyncio.to_thread(choose, lines)
-            records = catalog.parsed(some, shard, Damaged())
+        async for records in catalog.records_among(shards, choose):
             found += self._replaced.without(records, once=False)
         return found
 
@@ -137,9 +135,7 @@ class ImageRecords:
         """Finds the records of images whose names were taken; counts jobs that others completed."""
         jobs = 0
         shards = catalog.of_kind(self._shards, "images") if self.again else []
-        async for shard, lines in catalog.lines_of_all(shards, Damaged()):
-            found = await asyncio.to_thread(self.again.find, lines)
-            records = catalog.parsed(found, shard, Damaged())
+        async for records in catalog.records_among(shards, self.again.find):
             self.again.found(records)
             for record in records:
                 jobs += self.again.completes(record) > record.completes_job
@@ -258,26 +254,26 @@ async def metadata_of(
 
 
 async def stored_of(
-    storage: Storage, records: Iterable[Record]
+    storage: Storage, records: Collection[Record]
 ) -> list[tuple[Record, Records]]:
     """Pairs each record with the stored images of its job, if they have its digest.
 
     That of an image in a pack with itself, if it is there.
     """
     found = []
-    by_pack: dict[bool, Records] = {True: [], False: []}
-    for record in records:
-        by_pack[record.pack is not None].append(record)
+    packed = [record for record in records if record.pack is not None]
+    single = [record for record in records if record.pack is None]
 
     async def look(record: Record) -> None:
         digest = record.digest or ""  # of a message that could not be read
         images = await stored_images(storage.blobs, record.campaign, record.id, digest)
         found.append((record, images))
 
-    await concurrency.for_each(by_pack[False], look, catalog.CONCURRENT_READS)
-    told = await metadata_of(storage, by_pack[True])
-    for record in by_pack[True]:
-        is_there = bool(told[record.blob]) and record.fits(told[record.blob])
+    await concurrency.for_each(single, look, catalog.CONCURRENT_READS)
+    told = await metadata_of(storage, packed)
+    for record in packed:
+        metadata = told[record.blob]
+        is_there = metadata and record.fits(metadata)
         found.append((record, [record] if is_there else []))
     return found
 

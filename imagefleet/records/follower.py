@@ -66,11 +66,8 @@ class RecordFilter:
         for each in (*self.waiting, *new):
             record = each.record
             kind = each.shard.kind
-            if self.own is not None or kind == "settled":
-                is_sent = True
-            else:
-                is_sent = await self._is_sent(record, read)
-            if not is_sent:
+            is_trusted = self.own is not None or kind == "settled"
+            if not (is_trusted or await self._is_sent(record, read)):
                 if decisions.was_changed(
                     record, self.ledgers.of(record.campaign).known
                 ):
