@@ -75,7 +75,7 @@ class Bundle(NamedTuple):
     problem: str | None = None
 
 
-def any_name(_: Sequence[str] = ()) -> str:
+def any_name(_: Sequence[str]) -> str:
     """A new name, which nobody guesses."""
     return secrets.token_hex(16)
 
