@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Literal, NamedTuple, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from imagefleet.errors import (
     FleetError,
@@ -60,7 +60,7 @@ class FailedJob(Record, extra="forbid"):
         """Parses a message of the poison queue; None if it is not a record."""
         try:
             return cls.model_validate(json.loads(text))
-        except (ValidationError, ValueError, RecursionError):
+        except (ValueError, RecursionError):
             return None
 
     def encode(self) -> str:
@@ -215,12 +215,15 @@ def failed_job(
         body = Deliveries().write_to(body) or body
     known: JSONDict
     if job is not None:
-        known = {"id": job.id, "campaign": job.campaign, "digest": job.digest}
-        known |= {"stage": job.stage, "stages": job.stages}
+        known = {
+            name: getattr(job, name)
+            for name in ("id", "campaign", "digest", "stage", "stages")
+        }
     else:
         # Who has not signed a job may name any campaign, and anybody numbers a job's stage.
-        is_forged = isinstance(error, UntrustedJobError) and not error.is_expired
-        is_forged = is_forged or isinstance(error, UnknownStageError)
+        is_forged = isinstance(error, UnknownStageError) or (
+            isinstance(error, UntrustedJobError) and not error.is_expired
+        )
         known = {} if is_forged else _named(body)
     return FailedJob(
         outcome="failed",

@@ -218,8 +218,7 @@ class AzureBlobs(BlobStore):
                 download = await blob.download_blob(offset, max_bytes)
                 found = download.properties
                 total_bytes = int(str(found.content_range).rpartition("/")[2])
-                data = await download.readall()
-                return BlobPart(data, total_bytes, found.etag)
+                return BlobPart(await download.readall(), total_bytes, found.etag)
             properties = await blob.get_blob_properties()
             return BlobPart(b"", properties.size, properties.etag)
 

@@ -22,6 +22,7 @@ from pydantic import (
 
 from imagefleet import concurrency, redaction, validation
 from imagefleet.errors import FleetError, SetupError, TransientError
+from imagefleet.files import safetensors
 from imagefleet.storage.azure.roles import RESOURCES
 from imagefleet.storage.proofs import Prover
 from imagefleet.storage.settings import Resource, StorageSettings
@@ -125,7 +126,7 @@ class TokenFile:
         self.name = f"the file {path}"
         self.due_at = self.retry_at = 0.0
         self._path = path
-        self._version: tuple[int, int, int] | None = None  # of the last good one
+        self._version: safetensors.Identity | None = None  # of the last good one
 
     async def read(self) -> Tokens | None:
         """The tokens; None if they have not changed.
@@ -135,8 +136,7 @@ class TokenFile:
         self.due_at = time.monotonic() + FILE_CHECK_SECONDS
         try:
             # A Kubernetes secret is a link that is moved, so its path stays the same.
-            status = await asyncio.to_thread(self._path.stat)
-            version = (status.st_ino, status.st_mtime_ns, status.st_size)
+            version = await asyncio.to_thread(safetensors.identify, self._path)
             if version == self._version:
                 return None
             tokens = read_tokens(await asyncio.to_thread(self._path.read_bytes))

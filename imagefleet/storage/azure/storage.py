@@ -126,9 +126,8 @@ class AzureStorage(Storage):
 
         def queue(resource: Resource, model: str | None = None) -> AzureQueue:
             of = access.of(resource, model)
-            name = name_of(settings, resource, model)
             client = address.queue_client(
-                name,
+                name_of(settings, resource, model),
                 of.credential,
                 raw_request_hook=self._count_queue_operation,
                 **options,
@@ -137,9 +136,8 @@ class AzureStorage(Storage):
 
         def container(resource: Resource) -> AzureBlobs:
             of = access.of(resource)
-            name = name_of(settings, resource)
             client = address.container_client(
-                name,
+                name_of(settings, resource),
                 of.credential,
                 raw_request_hook=self._count_blob_operation,
                 **options,

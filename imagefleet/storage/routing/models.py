@@ -7,7 +7,6 @@ hold the model's.
 
 import asyncio
 import json
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -21,7 +20,7 @@ from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage.protocol import BlobStore, LeasedMessage, StoredQueue
 from imagefleet.storage.routing.queue import Queues, RoutedQueue
 from imagefleet.storage.settings import PRIORITIES, Priority
-from imagefleet.telemetry.logs import log
+from imagefleet.telemetry.logs import Occasion, log
 
 #: The folder of the blobs that tell which models have queues, beside the images.
 FOLDER = "-models/"
@@ -57,7 +56,7 @@ class ModelQueues:
         self._opened: dict[str | None, Queues] = {}
         self._made: set[str] = set()
         self._making = asyncio.Lock()
-        self._listed_at: float | None = None
+        self._listing = Occasion(LISTED_SECONDS)
         self._names: list[str] = []
         #: The queues of jobs without a model.
         self.default = self.of(None)
@@ -101,8 +100,7 @@ class ModelQueues:
 
     async def note_held(self, model: str, held: Mapping[str, object]) -> None:
         """A worker tells what it has to draw with the model: see `HeldFiles`."""
-        data = json.dumps(held).encode()
-        await self.note_served(model, HELD_SUFFIX, data)
+        await self.note_served(model, HELD_SUFFIX, json.dumps(held).encode())
 
     async def held_now(self, model: str) -> bytes:
         """What a worker has told in the last 5 to 10 minutes; nothing if none has."""
@@ -129,9 +127,7 @@ class ModelQueues:
 
     async def names(self) -> list[str]:
         """The models that have queues, as far as the credentials allow to know it."""
-        now = time.monotonic()
-        if self._listed_at is None or now - self._listed_at >= LISTED_SECONDS:
-            self._listed_at = now
+        if self._listing.is_due():
             try:
                 found = [
                     name.removeprefix(FOLDER) async for name in self.blobs.names(FOLDER)
