@@ -35,7 +35,9 @@ def pack(folder: Path, target: Path) -> None:
     folders = folders_of(folder)
     headers = {network: _header_of(path) for network, path in folders.items()}
     for network, path in folders.items():
-        config = _config_of(path)
+        config = (
+            validation.read_file(JSONDict, path / CONFIG, "is no JSON object") or {}
+        )
         stated |= {f"{network}.{key}": value for key, value in config.items()}
         header = headers[network]
         for name, (kind, first, last) in header.places.items():
@@ -53,11 +55,6 @@ def pack(folder: Path, target: Path) -> None:
             with (path / WEIGHTS).open("rb") as weights:
                 weights.seek(headers[network].data_at)
                 shutil.copyfileobj(weights, file)
-
-
-def _config_of(folder: Path) -> JSONDict:
-    found = validation.read_file(JSONDict, folder / CONFIG, "is no JSON object")
-    return found or {}
 
 
 def _header_of(folder: Path) -> safetensors.Header:

@@ -380,8 +380,9 @@ def is_sent(record: Record, known: Digests) -> bool:
 
 def was_changed(record: Record, known: Digests) -> bool:
     """True if the record's job was sent, and has been sent with another content since."""
-    digest = bytes.fromhex(record.digest or "")[:HASH_BYTES]
-    return known.was(id_hash(record.id) + digest)
+    return known.was(
+        id_hash(record.id) + bytes.fromhex(record.digest or "")[:HASH_BYTES]
+    )
 
 
 class Ends:

@@ -168,8 +168,9 @@ class Follower:
         self._part_bytes = part_bytes
         #: Sizes of shards with nothing to be read until they grow.
         self._given_up: Positions = {}
-        ledgers = Ledgers(storage)
-        self.checks = RecordFilter(storage, ledgers, self._damaged, own, trusts_images)
+        self.checks = RecordFilter(
+            storage, Ledgers(storage), self._damaged, own, trusts_images
+        )
 
     @property
     def start(self) -> Positions:
