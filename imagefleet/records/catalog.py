@@ -48,8 +48,11 @@ CONCURRENT_READS = 16
 #: Fewer bytes are no whole member: whoever stores images may store many such.
 LEAST_SHARD_BYTES = len(shard_part((), Totals()))
 
+#: A shard's address, size in bytes, and time of its last change.
+_State = tuple[str, int, datetime | None]
+
 #: Shards that were found to hold nothing, which are not read again while they are as they were.
-_EMPTY = LRUCache[tuple[str, int, datetime | None], None](100_000)
+_EMPTY = LRUCache[_State, None](100_000)
 
 #: The fewest bytes of a compressed record; totals that say more records than that are not believed.
 _LEAST_RECORD_BYTES = 4
@@ -215,7 +218,7 @@ def _is_readable(shard: StoredShard, damaged: Damaged) -> bool:
     return False
 
 
-def _state(shard: StoredShard) -> tuple[str, int, datetime | None]:
+def _state(shard: StoredShard) -> _State:
     blob = shard.blob
     return shard.store.address(blob.name), blob.size_bytes, blob.modified_at
 

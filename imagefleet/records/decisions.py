@@ -10,12 +10,14 @@ from collections.abc import (
     Sequence,
 )
 from datetime import datetime
+from functools import partial
 from operator import itemgetter
 from typing import Self
 
 from imagefleet import concurrency
 from imagefleet.errors import SetupError
 from imagefleet.files import pack
+from imagefleet.job.chain import SEPARATOR
 from imagefleet.job.message import SUFFIXES, image_stem, job_key
 from imagefleet.records import catalog, dedupe
 from imagefleet.records.catalog import Damaged, RecordParts, ShardLines, StoredShard
@@ -102,10 +104,11 @@ class ImageRecords:
             await concurrency.for_each(sorted(left), read, catalog.CONCURRENT_READS)
         return self._replaced.without(found, once=True)
 
-    async def packed(self, choose: Callable[[list[bytes]], list[bytes]]) -> Records:
-        """Records of the lines that *choose* returns of some; nothing stored is looked at."""
+    async def packed(self, is_wanted: Callable[[str], bool]) -> Records:
+        """Records of the images in packs whose stems *is_wanted* takes; looks at nothing stored."""
         found = []
         shards = catalog.of_kind(self._shards, "images", "again")
+        choose = partial(dedupe.packed, is_wanted)
         async for records in catalog.records_among(shards, choose):
             found += self._replaced.without(records, once=False)
         return found
@@ -121,7 +124,7 @@ class ImageRecords:
         unrecorded = await self.unrecorded()
         rivals.note([record.line() for record in unrecorded])
         if self._packs and rivals:
-            self._claims = await self.packed(rivals.packed)
+            self._claims = await self.packed(rivals.have)
             self._claims += filter(rivals.include, unrecorded)
         async for shard, lines in second:
             async for part in catalog.records_in(shard, lines, self._damaged):
@@ -305,7 +308,7 @@ async def packed_images(
     if not with_packs:
         return []
     images = await ImageRecords(storage, with_packs, Damaged()).read()
-    return await images.packed(lambda lines: dedupe.packed(lines, keys))
+    return await images.packed(lambda stem: stem.partition(SEPARATOR)[0] in keys)
 
 
 async def stored_images(
