@@ -21,9 +21,10 @@ def folders_of(folder: Path) -> Mapping[str, Path]:
     """
     if (folder / CONFIG).is_file():
         return {_network_of(folder): folder}
-    found = {network: folder / network for network in lora.NETWORKS}
     return {
-        network: path for network, path in found.items() if (path / CONFIG).is_file()
+        network: folder / network
+        for network in lora.NETWORKS
+        if (folder / network / CONFIG).is_file()
     }
 
 
@@ -73,11 +74,9 @@ def _header_of(folder: Path) -> safetensors.Header:
 
 def _network_of(folder: Path) -> str:
     """The network whose layers an adapter's tensors name."""
-    names = [
-        name.removeprefix(lora.PEFT_LAYER_PREFIX) for name in _header_of(folder).shapes
-    ]
+    of_unet = ("down_blocks.", "mid_block.", "up_blocks.", "conv_")
     is_unet = any(
-        name.startswith(("down_blocks.", "mid_block.", "up_blocks.", "conv_"))
-        for name in names
+        name.removeprefix(lora.PEFT_LAYER_PREFIX).startswith(of_unet)
+        for name in _header_of(folder).shapes
     )
     return "unet" if is_unet else "text_encoder"

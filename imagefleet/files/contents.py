@@ -294,7 +294,9 @@ def _has(names: str, pattern: str) -> bool:
 
 def _lora(header: Header, names: str) -> Content:
     if _OTHER_LORA_NAME.search(names):
-        return _of_transformer(header, names)
+        # Klein's, by the layers that FLUX.1 has not or not so wide.
+        is_wide = _size(header, _KLEIN_UP, axis=0) in _KLEIN_ROWS
+        return KLEIN_LORA if is_wide or _KLEIN_NAME.search(names) else _OTHER_LORA
     width = _size(header, _LORA_CROSS_ATTENTION, axis=1)
     if width in _LORA_BY_CONTEXT:
         return _LORA_BY_CONTEXT[width]
@@ -313,12 +315,6 @@ def _lora(header: Header, names: str) -> Content:
         ),
         SD1_LORA,
     )
-
-
-def _of_transformer(header: Header, names: str) -> Content:
-    """Klein's LoRAs, by the layers that FLUX.1 has not or not so wide."""
-    wide = _size(header, _KLEIN_UP, axis=0) in _KLEIN_ROWS
-    return KLEIN_LORA if wide or _KLEIN_NAME.search(names) else _OTHER_LORA
 
 
 def _flux2(header: Header, _names: str) -> Content:
