@@ -209,8 +209,7 @@ async def _clean(storage: Storage, *, spares_others: bool) -> None:
             if not fresh:  # the first leases have expired, or others hold the rest
                 break
             waiting -= len(fresh)
-            staying = {message.id for message in fresh if stays(message)}
-            gone = [message for message in fresh if message.id not in staying]
+            gone = [message for message in fresh if not stays(message)]
             # Without the body: there may be a million.
             kept |= {each.id: replace(each, body="") for each in received}
             await _settle(poison.delete, gone)

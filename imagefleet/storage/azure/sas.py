@@ -199,10 +199,9 @@ class TokenBroker:
             "Authorization": f"Bearer {identity_token}",
             "Accept": "application/json",
         }
-        timeout = ClientTimeout(total=20)
         try:
             async with (
-                proxies.session(timeout=timeout) as session,
+                proxies.session(timeout=ClientTimeout(total=20)) as session,
                 # No redirects: the identity token is for this address alone.
                 session.post(
                     self._url, headers=headers, allow_redirects=False, ssl=self._tls
