@@ -21,9 +21,10 @@ def folders_of(folder: Path) -> Mapping[str, Path]:
     """
     if (folder / CONFIG).is_file():
         return {_network_of(folder): folder}
-    found = {network: folder / network for network in lora.NETWORKS}
     return {
-        network: path for network, path in found.items() if (path / CONFIG).is_file()
+        network: folder / network
+        for network in lora.NETWORKS
+        if (folder / network / CONFIG).is_file()
     }
 
 
@@ -35,7 +36,9 @@ def pack(folder: Path, target: Path) -> None:
     folders = folders_of(folder)
     headers = {network: _header_of(path) for network, path in folders.items()}
     for network, path in folders.items():
-        config = _config_of(path)
+        config = (
+            validation.read_file(JSONDict, path / CONFIG, "is no JSON object") or {}
+        )
         stated |= {f"{network}.{key}": value for key, value in config.items()}
         header = headers[network]
         for name, (kind, first, last) in header.places.items():
@@ -55,11 +58,6 @@ def pack(folder: Path, target: Path) -> None:
                 shutil.copyfileobj(weights, file)
 
 
-def _config_of(folder: Path) -> JSONDict:
-    found = validation.read_file(JSONDict, folder / CONFIG, "is no JSON object")
-    return found or {}
-
-
 def _header_of(folder: Path) -> safetensors.Header:
     path = folder / WEIGHTS
     try:
@@ -76,11 +74,9 @@ def _header_of(folder: Path) -> safetensors.Header:
 
 def _network_of(folder: Path) -> str:
     """The network whose layers an adapter's tensors name."""
-    names = [
-        name.removeprefix(lora.PEFT_LAYER_PREFIX) for name in _header_of(folder).shapes
-    ]
+    of_unet = ("down_blocks.", "mid_block.", "up_blocks.", "conv_")
     is_unet = any(
-        name.startswith(("down_blocks.", "mid_block.", "up_blocks.", "conv_"))
-        for name in names
+        name.removeprefix(lora.PEFT_LAYER_PREFIX).startswith(of_unet)
+        for name in _header_of(folder).shapes
     )
     return "unet" if is_unet else "text_encoder"

@@ -14,6 +14,7 @@ _ONLY_THESE = (
     " FLUX.2-klein-4B"
 )
 _WHOLE = "use the version of the checkpoint that has everything in one file"
+_FROM_TEXT = "imagefleet generates from text"
 
 #: The format that a file of text states names in its metadata.
 TEXT_STATES_FORMAT = "imagefleet text states 1"
@@ -50,51 +51,19 @@ KLEIN_9B = Content(
     "its weights are for non-commercial use alone (FLUX Non-Commercial License): use"
     " FLUX.2-klein-4B, which is Apache-2.0",
 )
-_FLUX2_DEV = Content(
-    "FLUX.2-dev or another large FLUX.2", "imagefleet draws with FLUX.2-klein-4B"
-)
 
-_LORA_ADVICE = (
-    "imagefleet uses LoRAs for Stable Diffusion 1.x, 2.x, SDXL and FLUX.2-klein-4B"
-)
 _OTHER_LORA = Content(
-    "a LoRA for another architecture (Flux, SD3 or similar)", _LORA_ADVICE
+    "a LoRA for another architecture (Flux, SD3 or similar)",
+    "imagefleet uses LoRAs for Stable Diffusion 1.x, 2.x, SDXL and FLUX.2-klein-4B",
 )
 
 REFINER = Content("an SDXL refiner checkpoint", family="SDXL refiner")
-_EDITING = Content(
-    "a checkpoint that edits pictures (InstructPix2Pix)",
-    "imagefleet generates from text",
-)
-_UNCLIP = Content(
-    "a checkpoint that draws variations of a picture (unCLIP)",
-    "imagefleet generates from text",
-)
-_EDM = Content(
-    "a checkpoint of another noise than Stable Diffusion's (Playground v2.5, CosXL)"
-)
-_SCALED = Content(
-    "a checkpoint of quantised weights with scales of their own",
-    "use the version in float16, bfloat16 or plain float8",
-)
-_MIXED = Content("a mixed checkpoint, with parts of several families of models", _WHOLE)
-_ADD_VAE = f"{_WHOLE}, or add a VAE (see 'Incomplete files' in docs/models.md)"
-_UNET = Content("the UNet of a checkpoint alone", _WHOLE)
-_AVERAGE = Content("the averaged weights (EMA) of a checkpoint alone", _WHOLE)
 VAE = Content("a VAE", use="vae")
-_OTHER_VAE = Content("a VAE of another model (Flux, SD3 or similar)")
-_TINY_VAE = Content(
-    "a tiny VAE (TAESD) or a part of a VAE", "give workers a folder with --taesd"
-)
 _TEXT_ENCODER = Content("a text encoder alone", _WHOLE)
 EMBEDDING = Content("a textual inversion embedding", use="embedding")
 UPSCALER = Content("an upscaler", use="upscaler")
 CONTROLNET = Content("a ControlNet", use="controlnet")
 TEXT_STATES = Content("the text states of a prompt", use="text")
-_DIFFUSERS_PARTS = Content(
-    "a whole pipeline in diffusers' key names",
-    "save it as a folder in diffusers format",
-)
 
 #: Patterns for the names of tensors, by the content that they tell; the first that occurs decides.
 _TELLING_NAMES = {
@@ -115,7 +84,10 @@ _TELLING_NAMES = {
         r"^(lora|lycoris|oft)_|[._]lora_([AB]|down|up)\b|[._]lora(_linear_layer)?\.(down|up)\."
         r"|\.(hada_w1_a|lokr_w[12](_a)?|oft_blocks|dora_scale)$"
     ),  # or for another architecture
-    _DIFFUSERS_PARTS: r"^unet\.(conv_in|down_blocks)\.",
+    Content(
+        "a whole pipeline in diffusers' key names",
+        "save it as a folder in diffusers format",
+    ): r"^unet\.(conv_in|down_blocks)\.",
     Content("a Stable Diffusion 3 checkpoint"): (
         r"^(model\.diffusion_model\.)?joint_blocks\."
     ),
@@ -135,12 +107,16 @@ _TELLING_NAMES = {
     REFINER: r"^conditioner\.embedders\.0\.model\.",
     SDXL: r"^conditioner\.embedders\.",
     SD1: r"^model\.diffusion_model\.input_blocks\.",  # or another with a UNet
-    _AVERAGE: r"^model_ema\.",
-    _UNET: r"^(diffusion_model\.)?(input_blocks|time_embed|time_embedding)\.",
-    VAE: r"^(first_stage_model\.|vae\.)?decoder\.conv_in\.",
-    _TINY_VAE: (
-        r"^(first_stage_model\.|vae\.)?encoder\.conv_in\.|^taesd_|^post_quant_conv\."
+    Content("the averaged weights (EMA) of a checkpoint alone", _WHOLE): (
+        r"^model_ema\."
     ),
+    Content("the UNet of a checkpoint alone", _WHOLE): (
+        r"^(diffusion_model\.)?(input_blocks|time_embed|time_embedding)\."
+    ),
+    VAE: r"^(first_stage_model\.|vae\.)?decoder\.conv_in\.",
+    Content(
+        "a tiny VAE (TAESD) or a part of a VAE", "give workers a folder with --taesd"
+    ): (r"^(first_stage_model\.|vae\.)?encoder\.conv_in\.|^taesd_|^post_quant_conv\."),
     _TEXT_ENCODER: (
         r"^(cond_stage_model\.)?(transformer\.)?(text_model\.|resblocks\.|text_projection)"
         r"|^(embeddings\.token_embedding|encoder\.block\.|shared\.weight|model\.layers\.)"
@@ -164,10 +140,15 @@ _TEXT_ENCODERS = {
 }
 
 #: Names of tensors that others have beside all that one of these has.
-_ALIKE = (
-    (_EDM, r"^edm_(mean|std|vpred\.)"),
-    (_SCALED, r"^(scaled_fp8|.+\.(scale_weight|weight_scale|comfy_quant))$"),
-)
+_ALIKE = {
+    Content(
+        "a checkpoint of another noise than Stable Diffusion's (Playground v2.5, CosXL)"
+    ): r"^edm_(mean|std|vpred\.)",
+    Content(
+        "a checkpoint of quantised weights with scales of their own",
+        "use the version in float16, bfloat16 or plain float8",
+    ): r"^(scaled_fp8|.+\.(scale_weight|weight_scale|comfy_quant))$",
+}
 
 #: Inputs of the UNet: the latents that are drawn, and those of another image, or the three colours
 #: of one that is enlarged. Inpainting checkpoints have nine, for a mask and a masked image: they
@@ -210,7 +191,7 @@ _KLEIN_UP = re.compile(
 _KLEIN_ROWS = {18432, 27648}
 
 #: How training tools name the base model of a LoRA (ss_base_model_version).
-_LORA_BY_BASE = {"sdxl": SDXL_LORA, "sd_v2": SD2_LORA, "sd_v1": SD1_LORA}
+_LORA_BY_BASE = {"sdxl": SDXL_LORA, "sd_v2": SD2_LORA}
 
 _ARCHITECTURE = "modelspec.architecture"
 _PREDICTION = "modelspec.prediction_type"
@@ -228,7 +209,7 @@ def identify(header: Header) -> Content:
     if ADAPTER_METADATA in header.metadata:
         return _lora(header, names)
     for content, pattern in _TELLING_NAMES.items():
-        if re.search(pattern, names, re.MULTILINE):
+        if _has(names, pattern):
             tell_apart = _BY_SHAPES.get(content)
             return content if tell_apart is None else tell_apart(header, names)
     if 0 < len(header.shapes) <= _MOST_EMBEDDING_TENSORS and all(
@@ -279,25 +260,32 @@ def _with_unet(header: Header, names: str) -> Content:
     if (other := _alike(content, inputs, names)) is not None:
         return other
     if set(texts) - {content}:
-        return _MIXED
+        return Content(
+            "a mixed checkpoint, with parts of several families of models", _WHOLE
+        )
     if not _has(names, r"^model\.diffusion_model\.input_blocks\."):
         return _TEXT_ENCODER
     if content not in texts:
         return Content(f"{content.name} without its text encoder", _WHOLE)
     if not _has(names, r"^(first_stage_model|vae)\."):
-        return Content(f"{content.name} without its VAE", _ADD_VAE)
+        advice = f"{_WHOLE}, or add a VAE (see 'Incomplete files' in docs/models.md)"
+        return Content(f"{content.name} without its VAE", advice)
     return X4_UPSCALER if content is SD2 and inputs == _UPSCALER_INPUTS else content
 
 
 def _alike(content: Content, inputs: int, names: str) -> Content | None:
     """A checkpoint of another sort that has all the tensors of this one."""
     if inputs == _EDITING_INPUTS:
-        return _EDITING
+        return Content("a checkpoint that edits pictures (InstructPix2Pix)", _FROM_TEXT)
     if content in {SD1, SD2} and _has(
         names, r"^model\.diffusion_model\.label_emb\.0\."
     ):
-        return _UNCLIP
-    return next((each for each, pattern in _ALIKE if _has(names, pattern)), None)
+        return Content(
+            "a checkpoint that draws variations of a picture (unCLIP)", _FROM_TEXT
+        )
+    return next(
+        (each for each, pattern in _ALIKE.items() if _has(names, pattern)), None
+    )
 
 
 def _has(names: str, pattern: str) -> bool:
@@ -306,7 +294,9 @@ def _has(names: str, pattern: str) -> bool:
 
 def _lora(header: Header, names: str) -> Content:
     if _OTHER_LORA_NAME.search(names):
-        return _of_transformer(header, names)
+        # Klein's, by the layers that FLUX.1 has not or not so wide.
+        is_wide = _size(header, _KLEIN_UP, axis=0) in _KLEIN_ROWS
+        return KLEIN_LORA if is_wide or _KLEIN_NAME.search(names) else _OTHER_LORA
     width = _size(header, _LORA_CROSS_ATTENTION, axis=1)
     if width in _LORA_BY_CONTEXT:
         return _LORA_BY_CONTEXT[width]
@@ -327,22 +317,22 @@ def _lora(header: Header, names: str) -> Content:
     )
 
 
-def _of_transformer(header: Header, names: str) -> Content:
-    """Klein's LoRAs, by the layers that FLUX.1 has not or not so wide."""
-    wide = _size(header, _KLEIN_UP, axis=0) in _KLEIN_ROWS
-    return KLEIN_LORA if wide or _KLEIN_NAME.search(names) else _OTHER_LORA
-
-
 def _flux2(header: Header, _names: str) -> Content:
     """FLUX.2's models, by the width of the text that they take."""
     width = _size(header, _TEXT_INPUT, axis=1)
     if width == KLEIN_9B_TEXT_WIDTH:
         return KLEIN_9B
-    return _FLUX2_DEV if width > KLEIN_9B_TEXT_WIDTH else KLEIN
+    if width > KLEIN_9B_TEXT_WIDTH:
+        advice = "imagefleet draws with FLUX.2-klein-4B"
+        return Content("FLUX.2-dev or another large FLUX.2", advice)
+    return KLEIN
 
 
 def _vae(header: Header, _names: str) -> Content:
-    return VAE if _size(header, _VAE_INPUT, axis=1) == _LATENTS else _OTHER_VAE
+    is_usable = _size(header, _VAE_INPUT, axis=1) == _LATENTS
+    return (
+        VAE if is_usable else Content("a VAE of another model (Flux, SD3 or similar)")
+    )
 
 
 #: What tells those apart whose tensors have the same names.

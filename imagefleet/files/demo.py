@@ -27,9 +27,12 @@ ACCELERATOR = TRAINED / "loras" / "few-steps.safetensors"
 
 #: A misspelt field and an unknown LoRA, for the demo to show failed jobs.
 INVALID_MESSAGE = json.dumps({"prompt": "a lighthouse in a storm", "stepz": 15})
-_WITH_LORA = "a castle in the clouds, <lora:no-such-style:0.8>"
 MISSING_LORA_MESSAGE = json.dumps(
-    {"prompt": _WITH_LORA, "id": "missing-lora", "campaign": CAMPAIGN}
+    {
+        "prompt": "a castle in the clouds, <lora:no-such-style:0.8>",
+        "id": "missing-lora",
+        "campaign": CAMPAIGN,
+    }
 )
 
 
@@ -53,16 +56,13 @@ def read_jobs(folder: Path, campaign: str = CAMPAIGN) -> list[str]:
 def messages() -> list[str]:
     """All messages in order: the reference job, the checkpoint's 21, and the invalid ones."""
     jobs = read_jobs(TRAINED)
-    first = jobs[:7]
-    others = jobs[7:14]
-    last = jobs[14:]
     return [
         REFERENCE_MESSAGE,
-        *first,
+        *jobs[:7],
         INVALID_MESSAGE,
-        *others,
+        *jobs[7:14],
         MISSING_LORA_MESSAGE,
-        *last,
+        *jobs[14:],
     ]
 
 

@@ -35,8 +35,8 @@ class Connections:
     So neither half a header nor an answer that nobody takes keeps others out.
     """
 
-    def __init__(self, most: int | None = None) -> None:
-        self.most = _most_files() if most is None else most
+    def __init__(self) -> None:
+        self.most = _most_files()
         self.server: web.Server | None = None
         self._idle_since: dict[BaseProtocol, float] = {}  # the oldest first
         self._busy: set[BaseProtocol] = set()

@@ -10,7 +10,7 @@ from imagefleet.http.refused import Refused
 class Pages:
     """Lets a server's own pages use it, and those of the configured origins."""
 
-    def __init__(self, origins: Collection[str] = ()) -> None:
+    def __init__(self, origins: Collection[str]) -> None:
         """*origins*: as `https://example.com`, or `*` for all without saved credentials."""
         self._origins = frozenset(origins)
 

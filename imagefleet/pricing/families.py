@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Iterable
@@ -88,22 +89,18 @@ class Family:
     ) -> float:
         """The operations of one image of so many rows a step (1: no guidance), in 10^12."""
         rows = rows or self.rows
-        call, decoding = self._per_call(
-            (width or self.width) * (height or self.height) / _SIDE**2
-        )
+        call, decoding = self._per_call(width or self.width, height or self.height)
         return rows * ((steps or self.steps) * call + self.text_tflop) + decoding
 
     def is_held_in_int8(self, gpu: str) -> bool:
         """True if a GPU class is too small for the weights as they are, by the class's name."""
-        memory = _MEMORY.search(gpu)
-        return memory is not None and int(memory[1]) < self.whole_gigabytes
+        return _gigabytes(gpu) < self.whole_gigabytes
 
     def passes_tflop(self, passes: Iterable[Pass]) -> float:
         """The operations of one image of several passes, or one that begins with another."""
         total = 0.0
         for job_pass in passes:
-            pixels = job_pass.width * job_pass.height / _SIDE**2
-            call, decoding = self._per_call(pixels)
+            call, decoding = self._per_call(job_pass.width, job_pass.height)
             rows = (
                 job_pass.rows
                 * job_pass.calls
@@ -125,7 +122,7 @@ class Family:
         job are not those of the job before.
         """
         width, height = size or (self.width, self.height)
-        _, decoding = self._per_call(width * height / _SIDE**2)
+        _, decoding = self._per_call(width, height)
         taken: float = tflop + _TABLES["decoding_beside"] * decoding
         if has_other_loras:
             most, decrease = _TABLES["lora_beside"]
@@ -133,8 +130,9 @@ class Family:
             taken += most * usual - decrease * min(tflop, usual)
         return taken
 
-    def _per_call(self, pixels: float) -> tuple[float, float]:
-        """TFLOP of one row of the UNet, and of decoding; *pixels* in units of 512x512."""
+    def _per_call(self, width: int, height: int) -> tuple[float, float]:
+        """TFLOP of one row of the UNet, and of decoding, by the pixels in units of 512x512."""
+        pixels = width * height / _SIDE**2
         call, decoding = (
             linear * pixels + quadratic * pixels**2 + sum(constant)
             for linear, quadratic, *constant in (self.unet_tflop, self.vae_tflop)
@@ -171,6 +169,12 @@ def of_title(title: str) -> Family:
     return next(each for each in FAMILIES.values() if each.title == title)
 
 
+def _gigabytes(gpu: str) -> float:
+    """The memory of a GPU class, by its name; infinite where that does not tell it."""
+    memory = _MEMORY.search(gpu)
+    return int(memory[1]) if memory else math.inf
+
+
 def refuse_gpu(gpu: str, family: Family) -> None:
     """Raises SetupError for a GPU class too small or too old for a family, by the class's name."""
     if family.needs_bfloat16 and gpu.startswith(_WITHOUT_BFLOAT16):
@@ -178,8 +182,7 @@ def refuse_gpu(gpu: str, family: Family) -> None:
             f"the {gpu} does not compute in bfloat16, which {family.name} needs: choose one of the"
             " RTX 30 series or newer"
         )
-    memory = _MEMORY.search(gpu)
-    if memory is not None and int(memory[1]) < family.least_gigabytes:
+    if _gigabytes(gpu) < family.least_gigabytes:
         raise SetupError(
             f"the {gpu} has too little memory for {family.name}, which takes a GPU of"
             f" {family.least_gigabytes} GB at least: choose another class"

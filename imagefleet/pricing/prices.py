@@ -1,10 +1,9 @@
 """Prices and speeds of GPU classes (`gpus.toml`), prices of storage, and a fleet's own prices."""
 
-import dataclasses
 import math
 import tomllib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -17,11 +16,6 @@ from imagefleet.storage.protocol import Operations
 from imagefleet.validation import JSONDict
 
 Priority = Literal["high", "medium", "low", "batch"]
-
-STORAGE_PRICES_SOURCE = (
-    "Azure's published examples: hot blob write $0.055 and read $0.0044 per 10,000, a month of a GB"
-    " $0.0208 (2024-07), queue operation $0.01 per 200,000 (2019)"
-)
 
 #: Prices that are older are said to be old.
 MAX_AGE_DAYS = 90
@@ -134,7 +128,8 @@ BUILT_IN = PriceTable(
         0.0044 / 10_000,
         0.01 / 200_000,
         0.0208,
-        STORAGE_PRICES_SOURCE,
+        "Azure's published examples: hot blob write $0.055 and read $0.0044 per 10,000, a month of"
+        " a GB $0.0208 (2024-07), queue operation $0.01 per 200,000 (2019)",
         date(2024, 7, 1),
     ),
 )
@@ -236,7 +231,5 @@ def read_table(path: Path | None) -> PriceTable:
             / (10_000 if key.endswith("_per_10000") else 1)
             for key, price in file.storage.items()
         }
-        storage = dataclasses.replace(
-            storage, **own, source=file.source, as_of=file.as_of
-        )
+        storage = replace(storage, **own, source=file.source, as_of=file.as_of)
     return PriceTable(gpus, storage)

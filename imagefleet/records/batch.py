@@ -113,8 +113,7 @@ class Submission:
     async def note_sent(self, count: int) -> None:
         """Notes in the campaigns' ledgers that the first *count* jobs are in the queue."""
         for job in itertools.islice(self.jobs.values(), self._counted, count):
-            ledger = self._ledgers.of(job.campaign)
-            ledger.pending += _entry(job)
+            self._ledgers.of(job.campaign).pending += _entry(job)
         self._counted = max(self._counted, count)
         for campaign in self._campaigns - self._refused:
             try:

@@ -7,7 +7,7 @@ import contextlib
 import re
 import zlib
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -48,8 +48,11 @@ CONCURRENT_READS = 16
 #: Fewer bytes are no whole member: whoever stores images may store many such.
 LEAST_SHARD_BYTES = len(shard_part((), Totals()))
 
+#: A shard's address, size in bytes, and time of its last change.
+_State = tuple[str, int, datetime | None]
+
 #: Shards that were found to hold nothing, which are not read again while they are as they were.
-_EMPTY = LRUCache[tuple[str, int, datetime | None], None](100_000)
+_EMPTY = LRUCache[_State, None](100_000)
 
 #: The fewest bytes of a compressed record; totals that say more records than that are not believed.
 _LEAST_RECORD_BYTES = 4
@@ -215,7 +218,7 @@ def _is_readable(shard: StoredShard, damaged: Damaged) -> bool:
     return False
 
 
-def _state(shard: StoredShard) -> tuple[str, int, datetime | None]:
+def _state(shard: StoredShard) -> _State:
     blob = shard.blob
     return shard.store.address(blob.name), blob.size_bytes, blob.modified_at
 
@@ -244,13 +247,11 @@ def of_kind(shards: Iterable[StoredShard], *kinds: ShardKind) -> list[StoredShar
 
 def began_at(each: StoredShard) -> datetime:
     """Creation time of a shard; by its name if it is a local file, which tells its last change."""
-    if each.blob.modified_at is not None:
-        return each.blob.created_at
-    start = each.blob.name.rpartition("/")[2][:16]
-    try:
-        return datetime.strptime(start, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
-    except ValueError:
-        return each.blob.created_at
+    if each.blob.modified_at is None:
+        start = each.blob.name.rpartition("/")[2][:16]
+        with contextlib.suppress(ValueError):
+            return datetime.strptime(start, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+    return each.blob.created_at
 
 
 async def lines(
@@ -306,6 +307,15 @@ async def records(shards: Iterable[StoredShard], damaged: Damaged) -> RecordPart
     async for shard, found in lines_of_all(shards, damaged):
         async for some in records_in(shard, found, damaged):
             yield some
+
+
+async def records_among(
+    shards: Iterable[StoredShard], choose: Callable[[list[bytes]], list[bytes]]
+) -> RecordParts:
+    """The records of the lines that *choose* returns of some."""
+    async for shard, found in lines_of_all(shards, Damaged()):
+        some = await asyncio.to_thread(choose, found)
+        yield parsed(some, shard, Damaged())
 
 
 def records_of(

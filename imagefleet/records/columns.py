@@ -80,10 +80,9 @@ def addresses(storage: Storage) -> Address:
 
 
 def row(record: Record, address: Address) -> JSONDict:
-    result = {name: getattr(record, name, None) for name in COLUMNS}
-    result["loras"] = [lora._asdict() for lora in record.loras]
-    result["embeddings"] = [embedding._asdict() for embedding in record.embeddings]
-    result["dropped"] = [image._asdict() for image in record.dropped]
+    result: JSONDict = {name: getattr(record, name, None) for name in COLUMNS}
+    for name in ("loras", "embeddings", "dropped"):
+        result[name] = [each._asdict() for each in result[name]]
     result["address"] = address(record) if record.blob is not None else None
     return result
 

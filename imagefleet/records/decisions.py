@@ -10,12 +10,14 @@ from collections.abc import (
     Sequence,
 )
 from datetime import datetime
+from functools import partial
 from operator import itemgetter
 from typing import Self
 
 from imagefleet import concurrency
 from imagefleet.errors import SetupError
 from imagefleet.files import pack
+from imagefleet.job.chain import SEPARATOR
 from imagefleet.job.message import SUFFIXES, image_stem, job_key
 from imagefleet.records import catalog, dedupe
 from imagefleet.records.catalog import Damaged, RecordParts, ShardLines, StoredShard
@@ -102,13 +104,12 @@ class ImageRecords:
             await concurrency.for_each(sorted(left), read, catalog.CONCURRENT_READS)
         return self._replaced.without(found, once=True)
 
-    async def packed(self, choose: Callable[[list[bytes]], list[bytes]]) -> Records:
-        """Records of the lines that *choose* returns of some; nothing stored is looked at."""
+    async def packed(self, is_wanted: Callable[[str], bool]) -> Records:
+        """Records of the images in packs whose stems *is_wanted* takes; looks at nothing stored."""
         found = []
         shards = catalog.of_kind(self._shards, "images", "again")
-        async for shard, lines in catalog.lines_of_all(shards, Damaged()):
-            some = await asyncio.to_thread(choose, lines)
-            records = catalog.parsed(some, shard, Damaged())
+        choose = partial(dedupe.packed, is_wanted)
+        async for records in catalog.records_among(shards, choose):
             found += self._replaced.without(records, once=False)
         return found
 
@@ -123,7 +124,7 @@ class ImageRecords:
         unrecorded = await self.unrecorded()
         rivals.note([record.line() for record in unrecorded])
         if self._packs and rivals:
-            self._claims = await self.packed(rivals.packed)
+            self._claims = await self.packed(rivals.have)
             self._claims += filter(rivals.include, unrecorded)
         async for shard, lines in second:
             async for part in catalog.records_in(shard, lines, self._damaged):
@@ -137,9 +138,7 @@ class ImageRecords:
         """Finds the records of images whose names were taken; counts jobs that others completed."""
         jobs = 0
         shards = catalog.of_kind(self._shards, "images") if self.again else []
-        async for shard, lines in catalog.lines_of_all(shards, Damaged()):
-            found = await asyncio.to_thread(self.again.find, lines)
-            records = catalog.parsed(found, shard, Damaged())
+        async for records in catalog.records_among(shards, self.again.find):
             self.again.found(records)
             for record in records:
                 jobs += self.again.completes(record) > record.completes_job
@@ -258,26 +257,26 @@ async def metadata_of(
 
 
 async def stored_of(
-    storage: Storage, records: Iterable[Record]
+    storage: Storage, records: Collection[Record]
 ) -> list[tuple[Record, Records]]:
     """Pairs each record with the stored images of its job, if they have its digest.
 
     That of an image in a pack with itself, if it is there.
     """
     found = []
-    by_pack: dict[bool, Records] = {True: [], False: []}
-    for record in records:
-        by_pack[record.pack is not None].append(record)
+    packed = [record for record in records if record.pack is not None]
+    single = [record for record in records if record.pack is None]
 
     async def look(record: Record) -> None:
         digest = record.digest or ""  # of a message that could not be read
         images = await stored_images(storage.blobs, record.campaign, record.id, digest)
         found.append((record, images))
 
-    await concurrency.for_each(by_pack[False], look, catalog.CONCURRENT_READS)
-    told = await metadata_of(storage, by_pack[True])
-    for record in by_pack[True]:
-        is_there = bool(told[record.blob]) and record.fits(told[record.blob])
+    await concurrency.for_each(single, look, catalog.CONCURRENT_READS)
+    told = await metadata_of(storage, packed)
+    for record in packed:
+        metadata = told[record.blob]
+        is_there = metadata and record.fits(metadata)
         found.append((record, [record] if is_there else []))
     return found
 
@@ -309,7 +308,7 @@ async def packed_images(
     if not with_packs:
         return []
     images = await ImageRecords(storage, with_packs, Damaged()).read()
-    return await images.packed(lambda lines: dedupe.packed(lines, keys))
+    return await images.packed(lambda stem: stem.partition(SEPARATOR)[0] in keys)
 
 
 async def stored_images(
@@ -384,8 +383,9 @@ def is_sent(record: Record, known: Digests) -> bool:
 
 def was_changed(record: Record, known: Digests) -> bool:
     """True if the record's job was sent, and has been sent with another content since."""
-    digest = bytes.fromhex(record.digest or "")[:HASH_BYTES]
-    return known.was(id_hash(record.id) + digest)
+    return known.was(
+        id_hash(record.id) + bytes.fromhex(record.digest or "")[:HASH_BYTES]
+    )
 
 
 class Ends:

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 
 from pydantic import ValidationError
@@ -27,14 +27,13 @@ def note(name: str, metadata: Metadata, source: str, at: datetime) -> Record | N
     """The note, once for each *source*, that a drawing with this *metadata* was replaced."""
     if name.startswith(ASIDE):
         return None
-    campaign = name.rpartition("/")[0]
     try:
         return Record.model_validate(
             {
                 "outcome": "replaced",
                 "blob": name,
                 "id": metadata.get("job"),
-                "campaign": campaign,
+                "campaign": name.rpartition("/")[0],
                 "at": at,
                 "source": source,
                 "worker": metadata.get("worker", "?"),
@@ -89,13 +88,12 @@ def packs_in(lines: Iterable[bytes]) -> set[str]:
     return {match[1].decode(errors="replace") for match in found if match}
 
 
-def packed(lines: Iterable[bytes], keys: Container[str]) -> list[bytes]:
-    """The lines of records of images in packs, of the jobs with these keys."""
+def packed(is_wanted: Callable[[str], bool], lines: Iterable[bytes]) -> list[bytes]:
+    """The lines of records of images in packs whose names, without suffixes, are wanted."""
     return [
         line
         for line in lines
-        if _IN_PACK.search(line)
-        and _name(line).rpartition(".")[0].partition(SEPARATOR)[0] in keys
+        if _IN_PACK.search(line) and is_wanted(_name(line).rpartition(".")[0])
     ]
 
 
@@ -163,7 +161,7 @@ class Rivals:
 
     _MOST_BITS = 29
 
-    def __init__(self, lines: int | None = None) -> None:
+    def __init__(self, lines: int | None) -> None:
         """*lines*: how many there are, if that is known; it takes 128 bytes for each at most."""
         known_bits = self._MOST_BITS if lines is None else (lines << 9).bit_length()
         self._bits = 2 ** min(self._MOST_BITS, known_bits)
@@ -196,18 +194,13 @@ class Rivals:
             self._seen[place] |= 1 << bit
         return is_seen
 
-    def packed(self, lines: Iterable[bytes]) -> list[bytes]:
-        """The lines of images in packs whose names other records have, too."""
-        return [
-            line
-            for line in lines
-            if _IN_PACK.search(line)
-            and hashed(_name(line).rpartition(".")[0]) in self._names
-        ]
+    def have(self, stem: str) -> bool:
+        """True if several records have this name."""
+        return hashed(stem) in self._names
 
     def include(self, record: Record) -> bool:
         """True if another record has its name, too, or denies how many images its job has."""
-        return hashed(record.stem) in self._names or self.deny(record)
+        return self.have(record.stem) or self.deny(record)
 
     def deny(self, record: Record) -> bool:
         """True if another record says that its job has other images or stages."""

@@ -66,11 +66,8 @@ class RecordFilter:
         for each in (*self.waiting, *new):
             record = each.record
             kind = each.shard.kind
-            if self.own is not None or kind == "settled":
-                is_sent = True
-            else:
-                is_sent = await self._is_sent(record, read)
-            if not is_sent:
+            is_trusted = self.own is not None or kind == "settled"
+            if not (is_trusted or await self._is_sent(record, read)):
                 if decisions.was_changed(
                     record, self.ledgers.of(record.campaign).known
                 ):
@@ -171,8 +168,9 @@ class Follower:
         self._part_bytes = part_bytes
         #: Sizes of shards with nothing to be read until they grow.
         self._given_up: Positions = {}
-        ledgers = Ledgers(storage)
-        self.checks = RecordFilter(storage, ledgers, self._damaged, own, trusts_images)
+        self.checks = RecordFilter(
+            storage, Ledgers(storage), self._damaged, own, trusts_images
+        )
 
     @property
     def start(self) -> Positions:

@@ -137,18 +137,15 @@ def entry_of(job_id: str, digest: str) -> bytes:
 
 def job_of(body: str) -> SentJob:
     """The job of a message that was checked."""
-    campaigns = body.count(_CAMPAIGN)
-    is_plain = body.count(_ID) == body.count(_DIGEST) == 1 and campaigns <= 1
-    if is_plain and '"verify":true' not in body:
+    has_one = body.count(_ID) == body.count(_DIGEST) == 1
+    if has_one and body.count(_CAMPAIGN) <= 1 and '"verify":true' not in body:
         # As `Job.to_message` writes most of them: to parse each would take as long as to make it.
-        job_id = body.partition(_ID)[2].partition('"')[0]
-        digest = body.partition(_DIGEST)[2].partition('"')[0]
-        campaign = (
-            body.partition(_CAMPAIGN)[2].partition('"')[0]
-            if campaigns
-            else DEFAULT_CAMPAIGN
+        job_id, digest, campaign = (
+            body.partition(field)[2].partition('"')[0]
+            for field in (_ID, _DIGEST, _CAMPAIGN)
         )
-        return SentJob(campaign, job_id, entry_of(job_id, digest))
+        entry = entry_of(job_id, digest)
+        return SentJob(campaign or DEFAULT_CAMPAIGN, job_id, entry)
     job = read_job(body, "none").whole
     entry = b"" if job.verify else entry_of(str(job.id), job.digest)
     return SentJob(job.campaign or DEFAULT_CAMPAIGN, str(job.id), entry)
@@ -378,10 +375,10 @@ class Ledgers:
         if campaign not in self._ledgers:
             self._ledgers[campaign] = Ledger(self._storage, campaign)
         self._ledgers.move_to_end(campaign)
-        if (surplus := len(self._ledgers) - MAX_LEDGERS) > 0:
-            for name in list(itertools.islice(self._ledgers, surplus)):
-                if not self._ledgers[name].is_in_use:
-                    del self._ledgers[name]
+        surplus = max(0, len(self._ledgers) - MAX_LEDGERS)
+        for name in list(itertools.islice(self._ledgers, surplus)):
+            if not self._ledgers[name].is_in_use:
+                del self._ledgers[name]
         return self._ledgers[campaign]
 
     async def note(self) -> None:

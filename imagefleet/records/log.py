@@ -172,32 +172,28 @@ class RecordLog:
         self._blobs = blobs
         self._writer = writer_name(writer)
         self._retry_policy = retry_policy
-        self._shards = LRUCache[tuple[str, ShardKind], _Shard](_MAX_OPEN)
+        self._shards = LRUCache[ShardName, _Shard](_MAX_OPEN)
 
     async def add(self, records: Iterable[Record], *, again: bool = False) -> None:
         """Adds records, those of images as `images`, or *again* if their names were taken."""
-        grouped: dict[tuple[str, ShardKind], list[Record]] = {}
+        grouped: dict[ShardName, list[Record]] = {}
         for record in records:
             is_again = again and record.outcome == "completed"
             kind = "again" if is_again else KINDS[record.outcome]
-            grouped.setdefault((record.campaign, kind), []).append(record)
-            distinct: tuple[str, ShardKind] = (record.campaign, "distinct")
+            grouped.setdefault(ShardName(record.campaign, kind), []).append(record)
+            distinct = ShardName(record.campaign, "distinct")
             if record.phash and distinct not in self._shards:
                 grouped.setdefault(distinct, [])
         await concurrency.gather(*(self._append(*each) for each in grouped.items()))
 
     async def open(self, campaign: str, kind: ShardKind) -> None:
         """Begins a shard, and adds no record; raises SetupError if none may be written."""
-        await self._append((campaign, kind), [])
+        await self._append(ShardName(campaign, kind), [])
 
-    async def _append(
-        self, to: tuple[str, ShardKind], records: Sequence[Record]
-    ) -> None:
+    async def _append(self, to: ShardName, records: Sequence[Record]) -> None:
         if (shard := self._shards.get(to)) is None:
-            campaign, kind = to
-            shard = self._shards[to] = _Shard(
-                shard_folder(campaign), self._writer, kind
-            )
+            folder = shard_folder(to.campaign)
+            shard = self._shards[to] = _Shard(folder, self._writer, to.kind)
         jobs = sum(record.completes_job for record in records)
         *parts, last = _parts(record.line() for record in records)
         async with shard.lock:
@@ -206,9 +202,9 @@ class RecordLog:
             await self._append_part(shard, last, jobs)
 
     async def _append_part(self, to: _Shard, lines: list[bytes], jobs: int) -> None:
-        if not to.name or to.appends >= _MAX_APPENDS or to.position >= _MAX_BYTES:
-            to.begin(self._blobs.clock.now())
         for _ in range(_TRIES):
+            if not to.name or to.appends >= _MAX_APPENDS or to.position >= _MAX_BYTES:
+                to.begin(self._blobs.clock.now())
             totals = Totals(to.totals.records + len(lines), to.totals.jobs + jobs)
             append = partial(self._append_once, to, data := shard_part(lines, totals))
             try:
@@ -221,7 +217,7 @@ class RecordLog:
                 to.appends += 1
                 to.totals = totals
                 return
-            to.begin(self._blobs.clock.now())
+            to.name = ""
         raise TransientError(f"somebody else writes to the records in {to.folder}")
 
     async def _append_once(self, to: _Shard, data: bytes, is_in_doubt: bool) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncIterator, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pydantic import JsonValue
@@ -30,18 +30,14 @@ class JobFacts:
     status: Status = "pending"
     seed: int | None = None
     #: `Job.digest`, where the whole job is known.
-    digest: str | None = dataclasses.field(default=None, kw_only=True, compare=False)
+    digest: str | None = field(default=None, kw_only=True, compare=False)
     reason: str | None = None
     blobs: tuple[str, ...] = ()
-    metadata: Mapping[str, JsonValue] = dataclasses.field(default_factory=dict)
+    metadata: Mapping[str, JsonValue] = field(default_factory=dict)
     #: True if it keeps some of its images at most; its records tell how many.
-    is_judged: bool = dataclasses.field(
-        default=False, kw_only=True, repr=False, compare=False
-    )
+    is_judged: bool = field(default=False, kw_only=True, repr=False, compare=False)
     #: Records that its workers wrote: one of each image, and one of its end without.
-    records: tuple[Record, ...] = dataclasses.field(
-        default=(), repr=False, compare=False
-    )
+    records: tuple[Record, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def key(self) -> str:
@@ -57,14 +53,12 @@ class JobFacts:
         """The job with all of its images; of several stages, those of the last."""
         last = [each for each in images if each.stage == each.stages]
         records = tuple(sorted(last, key=lambda each: each.index))
-        return dataclasses.replace(
-            self, status="completed", blobs=_blobs(records), records=records
-        )
+        return replace(self, status="completed", blobs=_blobs(records), records=records)
 
     def ended(self, record: Record, images: Iterable[Record] = ()) -> JobFacts:
         """The job as *record* says that it ended, with those of its images that are stored."""
         stored = tuple(sorted(images, key=lambda each: each.index))
-        return dataclasses.replace(
+        return replace(
             self,
             status=_STATUSES.get(record.outcome, "failed"),
             reason=record.reason,
@@ -108,12 +102,12 @@ async def look_up(storage: Storage, job: JobFacts) -> JobFacts:
     images = await job_images(storage, job.campaign, job.id, job.digest or "")
     if are_all(images):
         last = images[-1]
-        return dataclasses.replace(
-            job, seed=last.first_seed, metadata=last.metadata
-        ).completed(images)
+        return replace(job, seed=last.first_seed, metadata=last.metadata).completed(
+            images
+        )
     if (latest := await last_end(storage, job)) is not None:
-        return dataclasses.replace(job, metadata=latest.metadata).ended(latest, images)
-    return job if waiting else dataclasses.replace(job, status="unknown")
+        return replace(job, metadata=latest.metadata).ended(latest, images)
+    return job if waiting else replace(job, status="unknown")
 
 
 async def last_end(storage: Storage, job: JobFacts) -> Record | None:

@@ -323,12 +323,10 @@ class Record(BaseModel, frozen=True, allow_inf_nan=False, hide_input_in_errors=T
             f" {metadata.get('digest', 'unknown')[:64]}, and this job's is {self.digest}; give one"
             " of them another id"
         )
-        failed = {
-            "outcome": "failed",
-            "blob": None,
-            "error": NameTakenError.__name__,
-        }
-        return self.model_copy(update={**failed, "reason": reason})
+        error = NameTakenError.__name__
+        return self.model_copy(
+            update={"outcome": "failed", "blob": None, "error": error, "reason": reason}
+        )
 
     @classmethod
     def read(cls, line: bytes) -> Self:

@@ -57,9 +57,6 @@ _ALONE = (chain.THEN_FIELD, chain.STAGE_FIELD, "verify", "awaited")
 #: Fields that all jobs of a bundle have in common: one worker draws them for one file.
 _COMMON = ("campaign", "model", "output")
 
-_NO_FIELDS: JSONObject = {}
-
-
 #: Names the bundle of some messages.
 NameOf = Callable[[Sequence[str]], str]
 
@@ -75,7 +72,7 @@ class Bundle(NamedTuple):
     problem: str | None = None
 
 
-def any_name(_: Sequence[str] = ()) -> str:
+def any_name(_: Sequence[str]) -> str:
     """A new name, which nobody guesses."""
     return secrets.token_hex(16)
 
@@ -104,8 +101,7 @@ def read(body: str) -> Bundle:
     campaign = str(fields.get("campaign") or DEFAULT_CAMPAIGN)
     messages = [compact_text(job) for job in jobs]
     ids = [str(job.get("id")) for job in jobs]
-    problem = _problem(name, jobs, messages)
-    return Bundle(str(name), campaign, messages, ids, problem)
+    return Bundle(str(name), campaign, messages, ids, _problem(name, jobs, messages))
 
 
 def jobs_of(body: str) -> int:
@@ -305,7 +301,7 @@ def _merged(shared: JSONObject, own: JSONObject) -> JSONDict:
         if name in _OWN:
             continue
         if name == SIGNATURE_FIELD and isinstance(value, dict):
-            job[name] = _merged(value, own.get(name) or _NO_FIELDS)
+            job[name] = _merged(value, own.get(name) or {})
         elif name in own or value is not None:
             job[name] = own.get(name, value)
     for name, value in own.items():

@@ -4,14 +4,13 @@ Anybody with a worker's token may add a record. So its job must be one that a wo
 takes before it is sent again, and with trusted keys it must be signed as well.
 """
 
-import dataclasses
 import json
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Literal, NamedTuple, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from imagefleet.errors import (
     FleetError,
@@ -61,7 +60,7 @@ class FailedJob(Record, extra="forbid"):
         """Parses a message of the poison queue; None if it is not a record."""
         try:
             return cls.model_validate(json.loads(text))
-        except (ValidationError, ValueError, RecursionError):
+        except (ValueError, RecursionError):
             return None
 
     def encode(self) -> str:
@@ -96,9 +95,9 @@ class Selection(NamedTuple):
             and self.keep.may_keep([image.scores for image in record.dropped])
         ):
             return False
-        if self.id is not None and self.id not in {record.id, record.source}:
+        if self.id not in {None, record.id, record.source}:
             return False
-        if self.campaign is not None and self.campaign != record.campaign:
+        if self.campaign not in {None, record.campaign}:
             return False
         if self.model is not None and self.model != models.model_of(record.body or ""):
             return False
@@ -136,7 +135,7 @@ class Check:
         """Trusted keys for jobs to be sent: without a signer, their date must not be past."""
         if self.trusted is None or self.signer is not None:
             return self.trusted
-        return dataclasses.replace(self.trusted, at_any_time=False)
+        return replace(self.trusted, at_any_time=False)
 
     def dated(self, body: str) -> str:
         """The message of a job of `sendable`, with a signature of now where it can be signed."""
@@ -216,12 +215,15 @@ def failed_job(
         body = Deliveries().write_to(body) or body
     known: JSONDict
     if job is not None:
-        known = {"id": job.id, "campaign": job.campaign, "digest": job.digest}
-        known |= {"stage": job.stage, "stages": job.stages}
+        known = {
+            name: getattr(job, name)
+            for name in ("id", "campaign", "digest", "stage", "stages")
+        }
     else:
         # Who has not signed a job may name any campaign, and anybody numbers a job's stage.
-        is_forged = isinstance(error, UntrustedJobError) and not error.is_expired
-        is_forged = is_forged or isinstance(error, UnknownStageError)
+        is_forged = isinstance(error, UnknownStageError) or (
+            isinstance(error, UntrustedJobError) and not error.is_expired
+        )
         known = {} if is_forged else _named(body)
     return FailedJob(
         outcome="failed",

@@ -6,10 +6,9 @@ many there are, and are deleted once their failure is noted.
 """
 
 import contextlib
-import dataclasses
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from imagefleet import concurrency
@@ -50,18 +49,18 @@ class Swept:
     """Number of failed jobs that were replayed or discarded, and those that stay."""
 
     done: int = 0
-    refused: list[Refused] = dataclasses.field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
 
 
 @dataclass
 class Preview:
     """Failed jobs that would be moved, by campaign and error, and those that would stay."""
 
-    kinds: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
-    prompts: list[str] = dataclasses.field(default_factory=list)
+    kinds: Counter[tuple[str, str]] = field(default_factory=Counter)
+    prompts: list[str] = field(default_factory=list)
     refused: int = 0
     #: The first of those that are refused.
-    reasons: list[Refused] = dataclasses.field(default_factory=list)
+    reasons: list[Refused] = field(default_factory=list)
 
 
 async def recorded(storage: Storage, selection: Selection) -> AsyncIterator[Record]:
@@ -210,10 +209,9 @@ async def _clean(storage: Storage, *, spares_others: bool) -> None:
             if not fresh:  # the first leases have expired, or others hold the rest
                 break
             waiting -= len(fresh)
-            staying = {message.id for message in fresh if stays(message)}
-            gone = [message for message in fresh if message.id not in staying]
+            gone = [message for message in fresh if not stays(message)]
             # Without the body: there may be a million.
-            kept |= {each.id: dataclasses.replace(each, body="") for each in received}
+            kept |= {each.id: replace(each, body="") for each in received}
             await _settle(poison.delete, gone)
             for message in gone:
                 del kept[message.id]

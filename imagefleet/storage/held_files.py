@@ -61,7 +61,10 @@ class HeldFiles:
             self.loras = set()
             for model in served:
                 self._add_held(model, await self._storage.models.held_now(model))
-            self._add_manifest(await self._manifest())
+            files = self._storage.files
+            with contextlib.suppress(SetupError):  # no access to the list
+                data = await files.read(_MANIFEST, max_bytes=_MAX_MANIFEST_BYTES)
+                self._add_manifest(data or b"")
             self._read_at = time.monotonic()
 
     def _add_held(self, model: str, data: bytes) -> None:
@@ -79,11 +82,3 @@ class HeldFiles:
             for name, sha256 in files.items():
                 if _SHA256.fullmatch(sha256):
                     self.hashes[MODEL.stem(name)] = sha256
-
-    async def _manifest(self) -> bytes:
-        """The list of the storage's models; nothing where there is none, or no access to it."""
-        files = self._storage.files
-        try:
-            return await files.read(_MANIFEST, max_bytes=_MAX_MANIFEST_BYTES) or b""
-        except SetupError:
-            return b""

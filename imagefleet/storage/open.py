@@ -3,19 +3,18 @@
 import contextlib
 import os
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 from imagefleet import concurrency
 from imagefleet.errors import SetupError
 from imagefleet.signing import JobSigner, Scope
+from imagefleet.storage import parts
 from imagefleet.storage.local.blobs import LocalBlobs
 from imagefleet.storage.local.queue import LocalQueue, QueueFile
-from imagefleet.storage.proofs import Proofs, Prover
-from imagefleet.storage.protocol import BlobStore, JobQueue, Operations, StoredQueue
+from imagefleet.storage.protocol import Operations
 from imagefleet.storage.routing.models import ModelQueues
-from imagefleet.storage.routing.queue import RoutedQueue
 from imagefleet.storage.settings import (
     LOCAL_SCHEME,
     Priority,
@@ -29,57 +28,11 @@ QUEUE_FILE = "queue.sqlite"
 FLEET_FILE = "fleet.id"
 
 
-class Storage(Protocol):
-    """The job queues, their poison queue, the images, and the files that workers read."""
-
-    #: The address without secrets, for messages.
-    url: str
-    settings: StorageSettings
-    #: The fleet and queue that jobs of this storage are signed for.
-    scope: Scope
-    #: All job queues as one, by priority; it sends to that of normal priority.
-    queue: RoutedQueue
-    #: The queue of each priority of jobs without a model.
-    queues: Mapping[Priority, StoredQueue]
-    #: The queues of jobs that name a model; what sends jobs to the right ones.
-    models: ModelQueues
-    #: The operations of this object so far.
-    operations: Operations
-
-    @property
-    def poison(self) -> JobQueue: ...
-
-    @property
-    def blobs(self) -> BlobStore:
-        """The images, and what else workers store."""
-
-    @property
-    def packs(self) -> BlobStore:
-        """The images of bundles of jobs: a file holds many, and none is overwritten or deleted."""
-
-    @property
-    def files(self) -> BlobStore:
-        """LoRAs and models, which workers only read."""
-
-    @property
-    def prover(self) -> Prover | None:
-        """Proves what this machine stores; None without a broker's key."""
-
-    async def proofs(self) -> Proofs | None:
-        """Tells whose names are proven; None in a fleet without a broker, where none are."""
-
-    async def create(self) -> None:
-        """Creates the queues and the containers if they do not exist."""
-
-    async def check(self) -> None:
-        """Raises SetupError without a queue or the images; the files are the workers' alone."""
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(self, *_: object) -> None: ...
+#: The protocol of every storage, for those who open one.
+Storage = parts.Storage
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """The queues and blobs of one machine. Accesses the disk on first use."""
 
     prover = None
@@ -109,17 +62,6 @@ class LocalStorage:
 
     async def proofs(self) -> None:
         return None
-
-    async def create(self) -> None:
-        await self.models.create()
-        await self.poison.create()
-        await self.blobs.create_folder()
-        await self.packs.create_folder()
-        await self.files.create_folder()
-
-    async def check(self) -> None:
-        for part in (self.queue, self.poison, self.blobs):
-            await part.check()
 
     async def __aenter__(self) -> Self:
         return self

@@ -139,6 +139,9 @@ class Clock:
 #: Called with what is done so far, in bytes or jobs.
 OnProgress = Callable[[int], None]
 
+#: Called where somebody else may have taken the name of a blob that counts as written.
+OnDoubt = Callable[[], None]
+
 #: Messages that were found in a queue, and whether each is leased.
 FoundMessages = AsyncIterator[tuple[Message, bool]]
 
@@ -235,6 +238,9 @@ class BlobStore(Protocol):
 
     name: str
 
+    async def create_container(self) -> None:
+        """Creates what holds the blobs, if it does not exist."""
+
     async def check(self) -> None:
         """Raises SetupError if it does not exist or access is refused."""
 
@@ -244,7 +250,7 @@ class BlobStore(Protocol):
         data: bytes,
         content_type: str,
         metadata: Metadata,
-        on_doubt: Callable[[], None] = lambda: None,
+        on_doubt: OnDoubt = lambda: None,
     ) -> bool:
         """Writes a blob durably; returns False if the name is taken (If-None-Match: *).
 

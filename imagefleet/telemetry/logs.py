@@ -105,7 +105,7 @@ log = EventLog("imagefleet")
 
 
 class Occasion:
-    """Says when a warning is due again: an outage makes the same one for every call."""
+    """Says when something is due again, as a warning that an outage makes for every call."""
 
     def __init__(self, seconds: float = 60.0) -> None:
         self._seconds = seconds

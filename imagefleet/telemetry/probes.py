@@ -14,14 +14,16 @@ from imagefleet.errors import SetupError
 from imagefleet.http import connections
 from imagefleet.telemetry import metrics
 
+Check = Callable[[], bool]
+
 
 @contextlib.asynccontextmanager
 async def serving(
     registry: CollectorRegistry,
     *,
-    is_live: Callable[[], bool],
-    is_ready: Callable[[], bool],
-    is_started: Callable[[], bool] = lambda: True,
+    is_live: Check,
+    is_ready: Check,
+    is_started: Check = lambda: True,
     host: str,
     port: int,
 ) -> AsyncIterator[int]:
@@ -90,9 +92,7 @@ def is_loopback(authority: str) -> bool:
         return False
 
 
-def _probe(
-    check: Callable[[], bool], yes: str, no: str
-) -> Callable[[Request], Awaitable[Response]]:
+def _probe(check: Check, yes: str, no: str) -> Callable[[Request], Awaitable[Response]]:
     async def answer(_: Request) -> Response:
         passed = check()
         return Response(

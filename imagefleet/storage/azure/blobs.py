@@ -4,7 +4,7 @@ import asyncio
 import base64
 import hashlib
 import os
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
@@ -29,6 +29,7 @@ from imagefleet.storage.protocol import (
     BlobStore,
     Clock,
     Metadata,
+    OnDoubt,
     OnProgress,
 )
 from imagefleet.validation import JSONDict
@@ -95,7 +96,7 @@ class AzureBlobs(BlobStore):
         data: bytes,
         content_type: str,
         metadata: Metadata,
-        on_doubt: Callable[[], None] = lambda: None,
+        on_doubt: OnDoubt = lambda: None,
     ) -> bool:
         blob = self._blob(name)
         protocol.check_metadata(metadata)
@@ -217,8 +218,7 @@ class AzureBlobs(BlobStore):
                 download = await blob.download_blob(offset, max_bytes)
                 found = download.properties
                 total_bytes = int(str(found.content_range).rpartition("/")[2])
-                data = await download.readall()
-                return BlobPart(data, total_bytes, found.etag)
+                return BlobPart(await download.readall(), total_bytes, found.etag)
             properties = await blob.get_blob_properties()
             return BlobPart(b"", properties.size, properties.etag)
 
@@ -276,7 +276,7 @@ class AzureBlobs(BlobStore):
     async def _create(
         self,
         request: Operation[object],
-        on_doubt: Callable[[], None] = lambda: None,
+        on_doubt: OnDoubt = lambda: None,
     ) -> bool:
         """Calls *request*, which creates a blob; False if its name is taken.
 

@@ -182,8 +182,8 @@ class Credentials:
         self,
         address: AzureAddress,
         settings: StorageSettings,
-        identity_token: sas_tokens.IdentityToken | None = None,
-        retry_policy: concurrency.RetryPolicy = concurrency.NEVER,
+        identity_token: sas_tokens.IdentityToken | None,
+        retry_policy: concurrency.RetryPolicy,
     ) -> None:
         self._settings = settings
         self._retry_policy = retry_policy

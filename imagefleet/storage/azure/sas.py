@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Self, get_args
+from typing import Annotated, Self
 from urllib.parse import parse_qs
 
 from aiohttp import ClientConnectorCertificateError, ClientError, ClientTimeout
@@ -22,6 +22,8 @@ from pydantic import (
 
 from imagefleet import concurrency, redaction, validation
 from imagefleet.errors import FleetError, SetupError, TransientError
+from imagefleet.files import safetensors
+from imagefleet.storage.azure.roles import RESOURCES
 from imagefleet.storage.proofs import Prover
 from imagefleet.storage.settings import Resource, StorageSettings
 from imagefleet.telemetry import proxies
@@ -94,13 +96,13 @@ class Tokens(QueueTokens):
 
     @model_validator(mode="after")
     def _check_that_there_is_one(self) -> Self:
-        if not any(self.token(each) for each in get_args(Resource)):
-            raise ValueError(f"a token of {', '.join(get_args(Resource))} is missing")
+        if not any(self.token(each) for each in RESOURCES):
+            raise ValueError(f"a token of {', '.join(RESOURCES)} is missing")
         return self
 
     def of(self, resource: Resource, model: str | None = None) -> str:
         """The token for it, of a *model*'s queues if given; empty if there is none."""
-        own = (self.token(each) for each in get_args(Resource))
+        own = (self.token(each) for each in RESOURCES)
         accounts = (token for token in own if "ss" in parse_qs(token))
         given = self if model is None else self.models.get(model, QueueTokens())
         return given.token(resource) or next(accounts, "")
@@ -113,7 +115,7 @@ class Tokens(QueueTokens):
     @property
     def ends_at(self) -> datetime | None:
         """The time at which the first of them expires, as far as that is known."""
-        ends = [expiry(self.of(resource)) for resource in get_args(Resource)]
+        ends = [expiry(self.of(resource)) for resource in RESOURCES]
         return self.expires_at or min((end for end in ends if end), default=None)
 
 
@@ -124,7 +126,7 @@ class TokenFile:
         self.name = f"the file {path}"
         self.due_at = self.retry_at = 0.0
         self._path = path
-        self._version: tuple[int, int, int] | None = None  # of the last good one
+        self._version: safetensors.Identity | None = None  # of the last good one
 
     async def read(self) -> Tokens | None:
         """The tokens; None if they have not changed.
@@ -134,8 +136,7 @@ class TokenFile:
         self.due_at = time.monotonic() + FILE_CHECK_SECONDS
         try:
             # A Kubernetes secret is a link that is moved, so its path stays the same.
-            status = await asyncio.to_thread(self._path.stat)
-            version = (status.st_ino, status.st_mtime_ns, status.st_size)
+            version = await asyncio.to_thread(safetensors.identify, self._path)
             if version == self._version:
                 return None
             tokens = read_tokens(await asyncio.to_thread(self._path.read_bytes))
@@ -198,10 +199,9 @@ class TokenBroker:
             "Authorization": f"Bearer {identity_token}",
             "Accept": "application/json",
         }
-        timeout = ClientTimeout(total=20)
         try:
             async with (
-                proxies.session(timeout=timeout) as session,
+                proxies.session(timeout=ClientTimeout(total=20)) as session,
                 # No redirects: the identity token is for this address alone.
                 session.post(
                     self._url, headers=headers, allow_redirects=False, ssl=self._tls
@@ -279,7 +279,7 @@ def fixed_tokens(settings: StorageSettings, in_address: str | None) -> Tokens | 
         raise SetupError(
             f"IMAGEFLEET_SAS holds no SAS tokens: {reason}; `imagefleet keys` prints them"
         ) from None
-    return Tokens.model_validate(dict.fromkeys(get_args(Resource), token))
+    return Tokens.model_validate(dict.fromkeys(RESOURCES, token))
 
 
 def read_tokens(text: str | bytes) -> Tokens:

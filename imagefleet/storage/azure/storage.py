@@ -27,6 +27,7 @@ from imagefleet.storage.azure.blobs import AzureBlobs
 from imagefleet.storage.azure.credentials import Credentials
 from imagefleet.storage.azure.queue import MOST_SENDS, AzureQueue
 from imagefleet.storage.azure.roles import JOB_QUEUES, name_of
+from imagefleet.storage.parts import Storage
 from imagefleet.storage.proofs import IN_USE, SECRETS, Proofs, Prover
 from imagefleet.storage.protocol import Clock, Operations
 from imagefleet.storage.routing.models import ModelQueues
@@ -87,7 +88,7 @@ class _ClockReader:
         return response
 
 
-class AzureStorage:
+class AzureStorage(Storage):
     """The queues and the containers of one storage account. Connects on first use.
 
     Honours the proxies of the environment; else aiohttp is not to look for one on each request,
@@ -125,9 +126,8 @@ class AzureStorage:
 
         def queue(resource: Resource, model: str | None = None) -> AzureQueue:
             of = access.of(resource, model)
-            name = name_of(settings, resource, model)
             client = address.queue_client(
-                name,
+                name_of(settings, resource, model),
                 of.credential,
                 raw_request_hook=self._count_queue_operation,
                 **options,
@@ -136,9 +136,8 @@ class AzureStorage:
 
         def container(resource: Resource) -> AzureBlobs:
             of = access.of(resource)
-            name = name_of(settings, resource)
             client = address.container_client(
-                name,
+                name_of(settings, resource),
                 of.credential,
                 raw_request_hook=self._count_blob_operation,
                 **options,
@@ -180,18 +179,6 @@ class AzureStorage:
             )
             secrets = ""
         return Proofs(filter(None, secrets.split(",")))
-
-    async def create(self) -> None:
-        if not await self.models.create():
-            return
-        await self.poison.create()
-        await self.blobs.create_container()
-        await self.packs.create_container()
-        await self.files.create_container()
-
-    async def check(self) -> None:
-        for part in (self.queue, self.poison, self.blobs):
-            await part.check()
 
     async def __aenter__(self) -> Self:
         self._transport.session = ClientSession(

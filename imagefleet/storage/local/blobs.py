@@ -37,6 +37,7 @@ from imagefleet.storage.protocol import (
     BlobStore,
     Clock,
     Metadata,
+    OnDoubt,
     OnProgress,
     Operations,
 )
@@ -79,7 +80,7 @@ class LocalBlobs(BlobStore):
         self._address = folder.absolute().as_uri()
         self._operations = operations
 
-    async def create_folder(self) -> None:
+    async def create_container(self) -> None:
         def create() -> None:
             for name in (METADATA_FOLDER, TEMPORARY_FOLDER):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
@@ -92,8 +93,8 @@ class LocalBlobs(BlobStore):
         await self._in_thread(create)
 
     async def check(self) -> None:
-        if not self.may_be_missing and not self.folder.is_dir():
-            raise _no_folder(self.folder)
+        if not self.may_be_missing:
+            self._must_exist()
 
     async def create(
         self,
@@ -101,7 +102,7 @@ class LocalBlobs(BlobStore):
         data: bytes,
         content_type: str,
         metadata: Metadata,
-        on_doubt: Callable[[], None] = lambda: None,  # noqa: ARG002 - a disk leaves none
+        on_doubt: OnDoubt = lambda: None,  # noqa: ARG002 - a disk leaves none
     ) -> bool:
         return await self._create(
             name, lambda file: file.write(data), content_type, metadata
@@ -147,8 +148,7 @@ class LocalBlobs(BlobStore):
 
         def append() -> bool:
             if position == 0:
-                if not self.folder.is_dir():
-                    raise _no_folder(self.folder)
+                self._must_exist()
                 _make_durable_folder(path.parent, self.folder)
             elif not path.is_file():
                 return False
@@ -243,6 +243,10 @@ class LocalBlobs(BlobStore):
         for name in await self._writing(folders):
             yield name
 
+    def _must_exist(self) -> None:
+        if not self.folder.is_dir():
+            raise _no_folder(self.folder)
+
     def _path(self, name: str) -> Path:
         protocol.check_blob_name(name)
         return self.folder / name
@@ -269,8 +273,7 @@ class LocalBlobs(BlobStore):
             is_new = False
             try:
                 if not path.is_file():
-                    if not self.folder.is_dir():
-                        raise _no_folder(self.folder)
+                    self._must_exist()
                     draft.parent.mkdir(exist_ok=True)
                     # Not synced: no job depends on it.
                     sidecar.write_text(details.model_dump_json(), encoding="utf-8")

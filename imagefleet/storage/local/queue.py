@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
+from sqlite3 import Connection
 from typing import Any
 
 from imagefleet.concurrency import Result
@@ -41,10 +42,10 @@ class QueueFile:
         self._thread = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="queue-file"
         )
-        self._connection: sqlite3.Connection | None = None
+        self._connection: Connection | None = None
         self._identity: tuple[int, int] | None = None
 
-    async def run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+    async def run(self, work: Callable[[Connection], Result]) -> Result:
         """Does *work* in the thread of the file.
 
         Raises TransientError if another process locks the file for too long, or the disk is full,
@@ -80,7 +81,7 @@ class QueueFile:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, translated)
 
-    def _open(self) -> sqlite3.Connection:
+    def _open(self) -> Connection:
         identity = _identity(self.path)
         if self._connection is not None and identity != self._identity:
             # Deleted, or replaced: its jobs are gone, and new ones are in the new file.
@@ -97,9 +98,7 @@ class QueueFile:
 
 
 @contextlib.contextmanager
-def transaction(
-    connection: sqlite3.Connection, *, durable: bool = False
-) -> Iterator[None]:
+def transaction(connection: Connection, *, durable: bool = False) -> Iterator[None]:
     """A write transaction; a *durable* one is synced to the disk.
 
     A power failure may undo the latest others: a lost lease or acknowledgement repeats a job,
@@ -139,7 +138,7 @@ class LocalQueue:
     async def send(self, bodies: Iterable[str]) -> list[LeasedMessage]:
         messages = sizes.checked_messages(bodies)
 
-        def send(connection: sqlite3.Connection) -> list[LeasedMessage]:
+        def send(connection: Connection) -> list[LeasedMessage]:
             now = self._clock()
             sent = []
             try:
@@ -158,7 +157,7 @@ class LocalQueue:
     async def receive(
         self, max_messages: int, lease_seconds: float
     ) -> list[LeasedMessage]:
-        def receive(connection: sqlite3.Connection) -> list[Any]:
+        def receive(connection: Connection) -> list[Any]:
             now = self._clock()
             # An idle worker polls, and must not take the write lock each time.
             if (
@@ -202,7 +201,7 @@ class LocalQueue:
     async def find(self, text: str) -> FoundMessages:
         last = 0
 
-        def page(connection: sqlite3.Connection) -> list[Any]:
+        def page(connection: Connection) -> list[Any]:
             self._sweep(connection)
             values = self.name, last, text, text, _FOUND_AT_ONCE
             return connection.execute(sqlite_file.FIND, values).fetchall()
@@ -214,7 +213,7 @@ class LocalQueue:
             last = rows[-1][0]
 
     async def depth(self) -> QueueDepth:
-        def depth(connection: sqlite3.Connection) -> QueueDepth:
+        def depth(connection: Connection) -> QueueDepth:
             self._sweep(connection)
             self._check_exists(connection)
             messages, leased = connection.execute(
@@ -230,14 +229,14 @@ class LocalQueue:
         return found
 
     async def clear(self) -> None:
-        def clear(connection: sqlite3.Connection) -> None:
+        def clear(connection: Connection) -> None:
             with transaction(connection, durable=True):
                 connection.execute(sqlite_file.CLEAR, (self.name,))
 
         await self._run(clear)
 
     async def _run(
-        self, work: Callable[[sqlite3.Connection], Result], operations: int = 1
+        self, work: Callable[[Connection], Result], operations: int = 1
     ) -> Result:
         self._operations.queue += operations
         return await self._file.run(work)
@@ -256,7 +255,7 @@ class LocalQueue:
     ) -> None:
         """*values* are those at the time when the statement is executed."""
 
-        def change(connection: sqlite3.Connection) -> int:
+        def change(connection: Connection) -> int:
             with transaction(connection):
                 return connection.execute(statement, values()).rowcount
 
@@ -267,7 +266,7 @@ class LocalQueue:
         enqueued_at = datetime.fromtimestamp(at, UTC)
         return Message(message_id, body, count, enqueued_at, queue=self.name)
 
-    def _check_exists(self, connection: sqlite3.Connection) -> None:
+    def _check_exists(self, connection: Connection) -> None:
         if connection.execute(sqlite_file.EXISTS, (self.name,)).fetchone() is None:
             raise self._missing()
 
@@ -277,7 +276,7 @@ class LocalQueue:
             " `imagefleet load` creates and fills it"
         )
 
-    def _sweep(self, connection: sqlite3.Connection) -> None:
+    def _sweep(self, connection: Connection) -> None:
         """Makes messages with expired leases visible, for reads that lease nothing."""
         now = self._clock()
         if (

@@ -7,7 +7,6 @@ hold the model's.
 
 import asyncio
 import json
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -21,7 +20,7 @@ from imagefleet.job.prompt import SAFE_NAME
 from imagefleet.storage.protocol import BlobStore, LeasedMessage, StoredQueue
 from imagefleet.storage.routing.queue import Queues, RoutedQueue
 from imagefleet.storage.settings import PRIORITIES, Priority
-from imagefleet.telemetry.logs import log
+from imagefleet.telemetry.logs import Occasion, log
 
 #: The folder of the blobs that tell which models have queues, beside the images.
 FOLDER = "-models/"
@@ -57,7 +56,7 @@ class ModelQueues:
         self._opened: dict[str | None, Queues] = {}
         self._made: set[str] = set()
         self._making = asyncio.Lock()
-        self._listed_at: float | None = None
+        self._listing = Occasion(LISTED_SECONDS)
         self._names: list[str] = []
         #: The queues of jobs without a model.
         self.default = self.of(None)
@@ -90,58 +89,45 @@ class ModelQueues:
         return queues
 
     async def note_served(
-        self,
-        model: str,
-        now: datetime | None = None,
-        suffix: str = "",
-        data: bytes = b"",
+        self, model: str, suffix: str = "", data: bytes = b""
     ) -> None:
         """A worker serves the model: `status` and those who send jobs know it for five minutes."""
         if SAFE_NAME.fullmatch(model):
-            now = now or self.blobs.clock.now()
+            now = self.blobs.clock.now()
             name, old = (_note(model, each) + suffix for each in (now, now - _KEPT))
             await self.blobs.create(name, data, "text/plain", {})
             await self.blobs.delete(old)
 
     async def note_held(self, model: str, held: Mapping[str, object]) -> None:
         """A worker tells what it has to draw with the model: see `HeldFiles`."""
-        data = json.dumps(held).encode()
-        await self.note_served(model, suffix=HELD_SUFFIX, data=data)
+        await self.note_served(model, HELD_SUFFIX, json.dumps(held).encode())
 
     async def held_now(self, model: str) -> bytes:
         """What a worker has told in the last 5 to 10 minutes; nothing if none has."""
-        now = self.blobs.clock.now()
-        for moment in (now, now - SERVED_SPAN):
-            name = _note(model, moment) + HELD_SUFFIX
-            if found := await self.blobs.read(name, max_bytes=_MAX_HELD_BYTES):
+        for note in self._recent(model):
+            if found := await self.blobs.read(note + HELD_SUFFIX, _MAX_HELD_BYTES):
                 return found
         return b""
 
-    async def is_served(self, model: str, now: datetime | None = None) -> bool:
+    async def is_served(self, model: str) -> bool:
         """True if a worker has noted in the last 5 to 10 minutes that it serves the model."""
-        now = now or self.blobs.clock.now()
-        exists = self.blobs.exists
-        return await exists(_note(model, now)) or await exists(
-            _note(model, now - SERVED_SPAN)
-        )
+        latest, before = self._recent(model)
+        return await self.blobs.exists(latest) or await self.blobs.exists(before)
 
     async def served_now(self) -> set[str]:
         """The models that a worker has noted to serve in the last 5 to 10 minutes; a listing."""
-        now = self.blobs.clock.now()
-        notes = [name async for name in self.blobs.names(SERVED_FOLDER)]
+        notes = {name async for name in self.blobs.names(SERVED_FOLDER)}
         models = {name.removeprefix(SERVED_FOLDER).partition("/")[0] for name in notes}
-        recent = (now, now - SERVED_SPAN)
-        return {
-            model
-            for model in models
-            if any(_note(model, moment) in notes for moment in recent)
-        }
+        return {model for model in models if not notes.isdisjoint(self._recent(model))}
+
+    def _recent(self, model: str) -> tuple[str, str]:
+        """The notes of the last 5 to 10 minutes that a worker serves a model, if it does."""
+        now = self.blobs.clock.now()
+        return _note(model, now), _note(model, now - SERVED_SPAN)
 
     async def names(self) -> list[str]:
         """The models that have queues, as far as the credentials allow to know it."""
-        now = time.monotonic()
-        if self._listed_at is None or now - self._listed_at >= LISTED_SECONDS:
-            self._listed_at = now
+        if self._listing.is_due():
             try:
                 found = [
                     name.removeprefix(FOLDER) async for name in self.blobs.names(FOLDER)

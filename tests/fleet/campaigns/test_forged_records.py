@@ -15,7 +15,7 @@ from fleet.campaigns.table import Campaigns
 from imagefleet.records import catalog, reader
 from imagefleet.records.catalog import Damaged
 from imagefleet.records.follower import Follower
-from imagefleet.records.log import RecordLog, Totals, shard_part
+from imagefleet.records.log import RecordLog, ShardName, Totals, shard_part
 from imagefleet.records.record import Record
 from imagefleet.storage import dead_letter_queue
 from imagefleet.storage.azure.roles import ROLES
@@ -59,7 +59,7 @@ async def failures(storage: Storage) -> list[str]:
 
 async def append(worker: RecordLog, kind: Any, *records: Record) -> None:
     """Into a shard of any kind, whatever the records are."""
-    await worker._append(("spring", kind), records)
+    await worker._append(ShardName("spring", kind), records)
 
 
 async def test_what_only_the_operator_says_is_not_believed_of_a_worker(

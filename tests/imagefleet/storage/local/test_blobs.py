@@ -21,7 +21,7 @@ from imagefleet.storage.protocol import Operations
 @pytest.fixture
 async def blobs(tmp_path) -> LocalBlobs:
     blobs = LocalBlobs(tmp_path / "images", Operations())
-    await blobs.create_folder()
+    await blobs.create_container()
     return blobs
 
 
@@ -73,7 +73,7 @@ async def test_what_killed_workers_left_is_removed_a_day_later(
         path = blobs.folder / ".temporary" / name
         path.write_bytes(b"pix")
         os.utime(path, (time.time() - age_seconds,) * 2)
-    await blobs.create_folder()
+    await blobs.create_container()
     assert [path.name for path in (blobs.folder / ".temporary").iterdir()] == ["new"]
 
 

@@ -233,18 +233,23 @@ async def test_a_model_that_no_job_can_name_fails_no_worker(storage: Storage):
 
 
 async def test_which_models_are_served_is_known_for_five_to_ten_minutes(
-    storage: Storage,
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
 ):
-    now = datetime(2026, 11, 22, 14, 9, 59, tzinfo=UTC)
-    await storage.models.note_served(A, now)
+    def go_to(minutes: int) -> None:
+        now = datetime(2026, 11, 22, 14, 9, 59, tzinfo=UTC) + timedelta(minutes=minutes)
+        monkeypatch.setattr(storage.blobs.clock, "now", lambda: now)
+
+    go_to(0)
+    await storage.models.note_served(A)
+    assert not await storage.models.is_served(B)
     for minutes, known in ((0, True), (5, True), (6, False), (60, False)):
-        assert (
-            await storage.models.is_served(A, now + timedelta(minutes=minutes)) == known
-        )
-    assert not await storage.models.is_served(B, now)
-    await storage.models.note_served(A, now + timedelta(hours=1))
+        go_to(minutes)
+        assert await storage.models.is_served(A) == known
+        assert await storage.models.served_now() == ({A} if known else set())
+    await storage.models.note_served(A)
     notes = [name async for name in storage.blobs.names(SERVED_FOLDER)]
     assert len(notes) == 1, "old ones are deleted"
+    go_to(120)
     assert await storage.models.served_now() == set()
     await storage.models.note_served(B)
     assert await storage.models.served_now() == {B}
