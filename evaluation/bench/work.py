@@ -149,7 +149,7 @@ def draw_on(
     with ThreadPoolExecutor(PREPARERS) as threads:
         while True:
             while engine.free:
-                while len(preparing) < 2 * width:
+                while len(preparing) < max(2 * width, PREPARERS):
                     preparing.append(threads.submit(engine.prepare, next(requests)))
                 # As the worker does; waits only to fill the engine for the first time.
                 if len(admitted) >= width and engine.busy and not preparing[0].done():
