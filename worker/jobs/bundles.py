@@ -25,10 +25,9 @@ from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import priority_of
 from imagefleet.telemetry.logs import log
 from worker.jobs.in_flight import Bundle, InFlightJob
-from worker.jobs.stored import proven, with_proof
 from worker.leases import Lease, LeaseKeeper
 from worker.metrics import CostMeter, Outcome, WorkerMetrics
-from worker.stages.record import PendingRecords, RecordStage
+from worker.stages.record import PendingRecords, RecordStage, proven, with_proof
 
 #: Packs in flight: one of 13 MB takes seconds from far away. With those that wait, the memory that
 #: an outage fills before it holds up the engine.

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from imagefleet import concurrency
 from imagefleet.errors import NameTakenError, SetupError
 from imagefleet.job.message import Job
-from imagefleet.records.record import UNKNOWN_WORKER, Record, of_job
-from imagefleet.storage.proofs import Prover, machine_of
+from imagefleet.records.record import Record, of_job
 from imagefleet.storage.protocol import BlobRecord, BlobStore, Metadata
 
 #: Images of one job that are looked for at the same time.
@@ -69,27 +68,6 @@ def sha256_in(metadata: Metadata) -> str | None:
     """The SHA-256 that an image's metadata tell; None if they do not, or anything else."""
     told = metadata.get("sha256", "")
     return told if re.fullmatch("[0-9a-f]{64}", told) else None
-
-
-def with_proof(prover: Prover | None, blob: str, metadata: Metadata) -> Metadata:
-    """The metadata of a blob with the proof of who stores it, if this machine has a key."""
-    return metadata if prover is None else prover.proven(blob, metadata)
-
-
-def proven(record: Record, prover: Prover | None) -> Record:
-    """A record with the proof of who has drawn its image; of another machine's, it names nobody."""
-    if (
-        prover is None
-        or record.blob is None
-        or record.proof
-        or not (machine := machine_of(record.worker))
-    ):
-        return record
-    if machine != prover.machine:
-        return record.model_copy(update={"worker": UNKNOWN_WORKER})
-    return record.model_copy(
-        update={"proof": prover.proof(record.worker, record.claims)}
-    )
 
 
 async def find_stored(

@@ -10,8 +10,8 @@ from imagefleet.errors import FleetError
 from imagefleet.job.names import SUSPECT, worker_file_name
 from imagefleet.storage.open import Storage
 from imagefleet.telemetry.logs import log
-from worker.jobs.stored import with_proof
 from worker.settings import machine_name
+from worker.stages.record import with_proof
 
 #: The clocks of worker and storage differ by less.
 _MARGIN = timedelta(seconds=1)

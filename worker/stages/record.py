@@ -15,11 +15,12 @@ from typing import NoReturn
 
 from imagefleet.errors import TransientError
 from imagefleet.records.log import RecordLog
-from imagefleet.records.record import Record
+from imagefleet.records.record import UNKNOWN_WORKER, Record
 from imagefleet.storage.open import Storage
+from imagefleet.storage.proofs import Prover, machine_of
+from imagefleet.storage.protocol import Metadata
 from worker import tasks
 from worker.jobs.in_flight import InFlightJob
-from worker.jobs.stored import proven
 from worker.metrics import WorkerMetrics
 
 #: Records are written at least so often while others are in the making. On Azure each time is a
@@ -173,3 +174,24 @@ class RecordStage:
     def _end(self, pending: PendingRecords) -> None:
         self._stored_at.append(time.monotonic())
         self._stored.put_nowait(pending)
+
+
+def with_proof(prover: Prover | None, blob: str, metadata: Metadata) -> Metadata:
+    """The metadata of a blob with the proof of who stores it, if this machine has a key."""
+    return metadata if prover is None else prover.proven(blob, metadata)
+
+
+def proven(record: Record, prover: Prover | None) -> Record:
+    """A record with the proof of who has drawn its image; of another machine's, it names nobody."""
+    if (
+        prover is None
+        or record.blob is None
+        or record.proof
+        or not (machine := machine_of(record.worker))
+    ):
+        return record
+    if machine != prover.machine:
+        return record.model_copy(update={"worker": UNKNOWN_WORKER})
+    return record.model_copy(
+        update={"proof": prover.proof(record.worker, record.claims)}
+    )

@@ -18,6 +18,7 @@ from worker.jobs import stored
 from worker.jobs.in_flight import EncodedImage, InFlightImage
 from worker.node.watchdog import NodeWatchdog
 from worker.settle import Settler
+from worker.stages.record import with_proof
 
 #: Uploads in flight: storage that takes half a second for each still keeps up with 64 images/s.
 UPLOADS = 32
@@ -92,7 +93,7 @@ class UploadStage:
         storage = settler.storage
         record = self._record(image, file)
         name = record.spot.blob
-        metadata = stored.with_proof(
+        metadata = with_proof(
             storage.prover, name, record.blob_metadata() | settler.cost.record
         )
         doubt = asyncio.Event()
@@ -152,7 +153,7 @@ class UploadStage:
         """Stores a duplicate, so that what took its name first can be compared with it."""
         aside = duplicate_name(name, self.settler.settings.name)
         storage = self.settler.storage
-        proven = stored.with_proof(storage.prover, aside, metadata)
+        proven = with_proof(storage.prover, aside, metadata)
 
         async def create() -> bool:
             image.owner.lease.check()

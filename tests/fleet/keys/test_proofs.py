@@ -30,9 +30,9 @@ from imagefleet.storage.settings import StorageSettings
 from imagefleet.validation import JSONDict
 from tokens import by_tokens
 from worker import process
-from worker.jobs.stored import proven
 from worker.node import suspects
 from worker.settings import WorkerSettings
+from worker.stages.record import proven
 
 M1, M2, STOLEN = (f"0d8f5c1e-77a2-4c1b-9a3e-5b2f0e7d9c1{last}" for last in "123")
 BODIES = {

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from imagefleet.records.record import Record
 from imagefleet.storage.proofs import Proofs, Prover, machine_key, machine_of
-from worker.jobs.stored import proven
+from worker.stages.record import proven
 
 MACHINE, OTHER = (f"0d8f5c1e-77a2-4c1b-9a3e-5b2f0e7d9c{last}" for last in ("11", "12"))
 SECRET = "5ec2e7" * 10
