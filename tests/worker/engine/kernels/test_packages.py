@@ -48,14 +48,14 @@ class Exchange:
 
     def __init__(self, known: bool | None) -> None:
         self.answer: Future[bool] = Future()
-        if known is not None:
-            self.answer.set_result(known)
         self.known = known
         self.shared: list[Path] = []
 
     def find(self, _name: str, target: Path) -> Future[bool]:
         if self.known:
             target.write_text("kernels")
+        if self.known is not None and not self.answer.done():
+            self.answer.set_result(self.known)
         return self.answer
 
     def share(self, path: Path) -> None:
