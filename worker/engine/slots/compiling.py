@@ -88,8 +88,7 @@ class Compilation:
             self._runner.resume()  # the last image that needed the memory is done
         if self._packages is not None and self._step and not self._is_current:
             self._packages.cancel()  # the pending graph is wanted no more
-        if self._may_set_aside():
-            self._set_aside()
+        self._try_to_set_aside()
         if not self.is_due:
             return
         self._begin_now()
@@ -175,19 +174,17 @@ class Compilation:
         vaes = [key for key in keys if self._lacks_vae(self._runner.compiled_step(key))]
         return [*urgent, *vaes, *wanted]
 
-    def _may_set_aside(self) -> bool:
-        """True if another key may get its graph while this one's is compiled: it may be there."""
+    def _try_to_set_aside(self) -> None:
+        """Lets another key get its graph while this one's is compiled: it may be there."""
         packages = self._packages
-        if packages is None or self._pending is None or self._step is None:
-            return False
-        tried = {*self._aside, self._step.batch_key}
-        return packages.may_compile_more and not tried.issuperset(self._wanted())
-
-    def _set_aside(self) -> None:
-        if self._step is not None and self._packages is not None:
-            self._aside.add(self._step.batch_key)
-            self._packages.leave()
-        self._end()
+        step = self._step
+        if packages is None or step is None or self._pending is None:
+            return
+        tried = {*self._aside, step.batch_key}
+        if packages.may_compile_more and not tried.issuperset(self._wanted()):
+            self._aside.add(step.batch_key)
+            packages.leave()
+            self._end()
 
     def _lacks_vae(self, step: Step | None) -> bool:
         return step is not None and bool(self._decoder.uncompiled(_latents(step)))
