@@ -156,13 +156,13 @@ def gate(x: Tensor) -> Tensor:
 
 def runs_programs(x: Tensor) -> bool:
     """True if Triton's programs run for *x*, and not torch's kernels."""
-    return x.is_cuda and not torch.compiler.is_compiling() and _works(x.device)
+    return x.is_cuda and not torch.compiler.is_compiling() and builds_programs(x.device)
 
 
 @functools.cache
-def _works(device: torch.device) -> bool:
+def builds_programs(device: torch.device) -> bool:
     """True if Triton can build kernels: it needs a C compiler, as torch's own compiler does."""
-    if programs is None:
+    if programs is None or device.type != "cuda":
         return False
     try:
         gated = torch.zeros(2, device=device)

@@ -73,3 +73,128 @@ def gate(x, gated, numbers, width, size: tl.constexpr):
     other = tl.load(x + place + width, mask=inside).to(tl.float32)
     other = 0.5 * other * (1 + tl.erf(other * 0.7071067811865476))
     tl.store(gated + at, (value * other).to(gated.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def product(up, down, rows, columns, outer, inner, rank, size: tl.constexpr):
+    """A tile of up [outer, rank] times down [rank, inner], in float32."""
+    total = tl.zeros([rows.shape[0], columns.shape[0]], tl.float32)
+    for first in range(0, rank, size):
+        ranks = first + tl.arange(0, size)
+        valid = ranks < rank
+        left = tl.load(
+            up + rows[:, None] * rank + ranks[None, :],
+            mask=(rows < outer)[:, None] & valid[None, :],
+            other=0,
+        )
+        right = tl.load(
+            down + ranks[:, None] * inner + columns[None, :],
+            mask=valid[:, None] & (columns < inner)[None, :],
+            other=0,
+        )
+        if left.dtype != tl.float16 or right.dtype != tl.float16:
+            left = left.to(tl.float32)
+            right = right.to(tl.float32)
+        total += tl.dot(left, right, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def place_of(layer, index, count):
+    """The layer's place in an ascending *index*, and whether it is there."""
+    before = tl.zeros([128], tl.int32)
+    here = tl.zeros([128], tl.int32)
+    for first in range(0, count, 128):
+        numbers = first + tl.arange(0, 128)
+        known = tl.load(index + numbers, mask=numbers < count, other=2**30)
+        before += (known < layer).to(tl.int32)
+        here += (known == layer).to(tl.int32)
+    is_there = tl.sum(here) > 0
+    return tl.where(is_there, tl.sum(before), 0).to(tl.int64), is_there
+
+
+@triton.jit
+def change_of(kind: tl.constexpr, a, b, c, d, at, rows, columns, outer, inner, first_size,
+              second_size, size: tl.constexpr):  # fmt: skip
+    """A tile of what the matrices at a place make."""
+    inside = (rows < outer)[:, None] & (columns < inner)[None, :]
+    if kind == "full":
+        places = at * outer * inner + rows[:, None] * inner + columns[None, :]
+        change = tl.load(a + places, mask=inside, other=0).to(tl.float32)
+    elif kind == "lokr":
+        blocks = inner // second_size
+        lefts = a + at * (outer // first_size) * blocks
+        lefts += (rows // first_size)[:, None] * blocks
+        lefts += (columns // second_size)[None, :]
+        rights = b + at * first_size * second_size
+        rights += (rows % first_size)[:, None] * second_size
+        rights += (columns % second_size)[None, :]
+        change = tl.load(lefts, mask=inside, other=0).to(tl.float32)
+        change *= tl.load(rights, mask=inside, other=0).to(tl.float32)
+    else:
+        ups = a + at * outer * first_size
+        downs = b + at * first_size * inner
+        change = product(ups, downs, rows, columns, outer, inner, first_size, size)
+    if kind == "loha":
+        ups = c + at * outer * second_size
+        downs = d + at * second_size * inner
+        change *= product(ups, downs, rows, columns, outer, inner, second_size, size)
+    return change
+
+
+@triton.jit(
+    do_not_specialize=["rank", "before", "count", "first_size", "second_size"],
+    do_not_specialize_on_alignment=["index"],
+)
+def merge(original, base, merged, up, down, index, a, b, c, d, norms, squares, outer, inner, rank,
+          before, count, first_size, second_size, strength, scale, weight, kind: tl.constexpr,
+          kept: tl.constexpr, sums: tl.constexpr, height: tl.constexpr, width: tl.constexpr,
+          size: tl.constexpr):  # fmt: skip
+    """A tile of base + strength * (up @ down) + weight * change; or the sums of DoRA's squares.
+
+    The change is that of the layer's place among the *count* of the *index*, where it is there;
+    *before* are the layers before the first.
+    """
+    layer = tl.program_id(1).to(tl.int64)
+    across = tl.cdiv(inner, width)
+    row_tile = tl.program_id(0) // across
+    column_tile = tl.program_id(0) % across
+    rows = row_tile * height + tl.arange(0, height)
+    columns = column_tile * width + tl.arange(0, width)
+    inside = (rows < outer)[:, None] & (columns < inner)[None, :]
+    places = layer * outer * inner + rows[:, None] * inner + columns[None, :]
+    total = tl.zeros([height, width], tl.float32)
+    if not sums:
+        ups = up + layer * outer * rank
+        downs = down + layer * rank * inner
+        total = product(ups, downs, rows, columns, outer, inner, rank, size) * strength
+        total += tl.load(base + places, mask=inside, other=0).to(tl.float32)
+    if kind != "none":
+        at, is_there = place_of(layer + before, index, count)
+        change = scale * change_of(
+            kind, a, b, c, d, at, rows, columns, outer, inner, first_size, second_size, size
+        )  # fmt: skip
+        if kept != "none":
+            exact = tl.load(original + places, mask=inside, other=0).to(tl.float32)
+            change += exact
+            if kept == "rows":
+                lines, length, tile, tiles = rows, outer, column_tile, across
+            else:
+                lines, length, tile = columns, inner, row_tile
+                tiles = tl.cdiv(outer, height)
+            valid = lines < length
+            parts = squares + at * tiles * length + lines
+            if sums:
+                part = tl.sum(change * change, 1 if kept == "rows" else 0)
+                tl.store(parts + tile * length, part, mask=valid & is_there)
+            else:
+                square = tl.zeros(lines.shape, tl.float32)
+                for other in range(tiles):
+                    square += tl.load(parts + other * length, mask=valid, other=0)
+                norm = tl.load(norms + at * length + lines, mask=valid, other=0)
+                ratio = norm.to(tl.float32) / tl.maximum(tl.sqrt(square), 1.2e-38)
+                change *= ratio[:, None] if kept == "rows" else ratio[None, :]
+                change -= exact
+        total += tl.where(is_there, weight * change, 0)
+    if not sums:
+        tl.store(merged + places, total.to(merged.dtype.element_ty), mask=inside)

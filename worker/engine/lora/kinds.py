@@ -6,7 +6,7 @@ network are a few stacks: a launch for each layer would take longer than the ari
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -38,12 +38,10 @@ def compute(tensors: Tensors, scale: float, weights: Tensor) -> Tensor:
     *weights* [layers, out, in, ...] are the checkpoint's own: DoRA's change depends on them. Raises
     ValueError, RuntimeError or IndexError if the tensors do not fit each other or the weights.
     """
-    changes = _PRODUCTS[_kind(tensors)](tensors, weights).reshape(weights.shape)
+    changes = _PRODUCTS[kind_of(tensors)](tensors, weights).reshape(weights.shape)
     if scale != 1:
         changes *= scale
-    norms = tensors.get("dora_scale")
-    if "magnitude" in tensors:
-        norms = tensors["magnitude"].flatten(1)
+    norms = norms_of(tensors)
     if norms is None:
         return changes
     # DoRA: the changed weights rescaled to the norms, minus the original ones. The norms are of the
@@ -57,6 +55,13 @@ def compute(tensors: Tensors, scale: float, weights: Tensor) -> Tensor:
     smallest = torch.finfo(torch.float32).tiny
     changed *= norms.float().reshape(own.shape) / own.clamp_min_(smallest)
     return changed.sub_(exact)
+
+
+def norms_of(tensors: Tensors) -> Tensor | None:
+    """DoRA's norms of the outputs [layers, out, ...], or of the inputs [layers, 1, inputs, ...]."""
+    if "magnitude" in tensors:
+        return tensors["magnitude"].flatten(1)
+    return tensors.get("dora_scale")
 
 
 def multiply(left: Tensor, right: Tensor) -> Tensor:
@@ -84,7 +89,7 @@ def factorise(change: Tensors, most: int) -> Factors | None:
     at most of the product of their ranks. None where that is above *most*, for DoRA and for whole
     differences, and for what depends on the weights.
     """
-    kind = _kind(change)
+    kind = kind_of(change)
     if kind not in {"lora", "loha", "lokr"} or change.keys() & lora.NORMS:
         return None
     tensors = {name: each[None] for name, each in change.items()}
@@ -117,12 +122,14 @@ def factorise(change: Tensors, most: int) -> Factors | None:
     return up * ratio, down / ratio[:, None]
 
 
-def _lokr(tensors: Tensors, _: Tensor) -> Tensor:
-    first = multiply(*_half_factors(tensors, "lokr", "1"))
-    second = multiply(*_half_factors(tensors, "lokr", "2"))
-    # Kronecker products; the second half's columns end with the kernel, as a weight's do.
-    blocks = first[:, :, None, :, None] * second[:, None, :, None, :]
+def _kronecker(first: Tensor, second: Tensor) -> Tensor:
+    # The second half's columns end with the kernel, as a weight's do.
+    blocks = first.float()[:, :, None, :, None] * second.float()[:, None, :, None, :]
     return blocks.flatten(3, 4).flatten(1, 2)
+
+
+def _hadamard(up: Tensor, down: Tensor, other_up: Tensor, other_down: Tensor) -> Tensor:
+    return multiply(up, down).mul_(multiply(other_up, other_down))
 
 
 def _lora_factors(tensors: Tensors) -> Factors:
@@ -131,6 +138,12 @@ def _lora_factors(tensors: Tensors) -> Factors:
     if "mid" in tensors:
         return (up, _with_core(tensors["mid"], down))
     return (up, down)
+
+
+def _half(tensors: Tensors, kind: str, half: str) -> Tensor:
+    if (whole := tensors.get(f"{kind}_w{half}")) is not None:
+        return whole.flatten(2)
+    return multiply(*_half_factors(tensors, kind, half))
 
 
 def _half_factors(tensors: Tensors, kind: str, half: str) -> Factors:
@@ -202,17 +215,26 @@ def _turned(tensors: Tensors, weights: Tensor) -> Tensor:
     return turned - own
 
 
-def _kind(tensors: Tensors) -> str:
+def kind_of(tensors: Tensors) -> str:
     return lora.kind_of(frozenset(tensors))[0]
 
 
+#: The stacks of matrices of a change of each kind that does not depend on the weights: those of one
+#: product, of two that are multiplied elementwise, of Kronecker's product, and the change itself.
+MATRICES: Mapping[str, Callable[[Tensors], Sequence[Tensor]]] = {
+    "lora": _lora_factors,
+    "loha": lambda tensors: [
+        factor for half in "12" for factor in _half_factors(tensors, "hada", half)
+    ],
+    "lokr": lambda tensors: [_half(tensors, "lokr", half) for half in "12"],
+    "full": lambda tensors: [tensors["diff"]],
+}
+
 #: What computes a change of each kind, of the tensors and the weights.
 _PRODUCTS: Mapping[str, Callable[[Tensors, Tensor], Tensor]] = {
-    "lora": lambda tensors, _: multiply(*_lora_factors(tensors)),
-    "loha": lambda tensors, _: multiply(*_half_factors(tensors, "hada", "1")).mul_(
-        multiply(*_half_factors(tensors, "hada", "2"))
-    ),
-    "lokr": _lokr,
+    "lora": lambda tensors, _: multiply(*MATRICES["lora"](tensors)),
+    "loha": lambda tensors, _: _hadamard(*MATRICES["loha"](tensors)),
+    "lokr": lambda tensors, _: _kronecker(*MATRICES["lokr"](tensors)),
     "full": lambda tensors, _: tensors["diff"].to(torch.float32, copy=True),
     "ia3": lambda tensors, weights: (
         weights.flatten(2).float() * tensors["weight"].float()

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from imagefleet.files.safetensors import Identity
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import Place, Tensors
+from worker.engine.kernels.layers import builds_programs, runs_programs
 from worker.engine.lora import kinds
 from worker.engine.lora.file import WeightDelta
 from worker.engine.lora.kinds import Factors
@@ -86,6 +88,13 @@ TEMPORARY_BYTES = 128 * 1024**2
 #: Float32 tensors of the layers' size that are alive at once: the sum, and two of a LoHa.
 _TEMPORARIES = 3
 
+#: The merging programs that are built, by what they depend on; one thread builds at a time.
+_built: set[object] = set()
+_building = threading.Lock()
+
+#: More than a group has.
+_MANY_LAYERS = 2**20
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -100,21 +109,31 @@ class Stack:
     scale: float
     strength: float
 
-    def compute(self, original: Tensor, at: int) -> Tensor | None:
-        """The changes in float32 of the layers from *at* on, with *original* [layers, out, in].
-
-        Zero where a layer does not change, None if none does.
-        """
-        begin = bisect_left(self.positions, at)
-        part = slice(begin, bisect_left(self.positions, at + len(original)))
-        count = part.stop - part.start
-        if not count:
+    def part(self, first: int, layers: int) -> Stack | None:
+        """The changes of so many *layers* from the *first* one on; None if none does."""
+        begin = bisect_left(self.positions, first)
+        part = slice(begin, bisect_left(self.positions, first + layers))
+        if part.start == part.stop:
             return None
         tensors = {name: each[part] for name, each in self.tensors.items()}
-        if count == len(original):
-            return kinds.compute(tensors, self.scale, original)
-        index = self.index[part] - at
-        changes = kinds.compute(tensors, self.scale, original.index_select(0, index))
+        return replace(
+            self,
+            positions=self.positions[part],
+            index=self.index[part],
+            tensors=tensors,
+        )
+
+    def compute(self, original: Tensor, first: int) -> Tensor:
+        """The changes in float32 of the layers from the *first* on, with *original* [layers, ...].
+
+        Zero where a layer does not change.
+        """
+        if len(self.positions) == len(original):
+            return kinds.compute(self.tensors, self.scale, original)
+        index = self.index - first
+        changes = kinds.compute(
+            self.tensors, self.scale, original.index_select(0, index)
+        )
         return torch.zeros_like(original, dtype=torch.float32).index_copy_(
             0, index, changes
         )
@@ -130,6 +149,13 @@ class StackedChange:
     strength: float
     stacks: Sequence[Stack]
 
+    @property
+    def is_of_matrices(self) -> bool:
+        """True if programs can merge it; not what depends on the weights in another way."""
+        return all(
+            kinds.kind_of(each.tensors) in kinds.MATRICES for each in self.stacks
+        )
+
     def merge(
         self,
         original: Tensor,
@@ -143,11 +169,40 @@ class StackedChange:
         They may be some of the layers, from the *first* one on. Summed in float32 and rounded once,
         as in `shared.Merger`. Other kinds than plain LoRAs take *temporary_bytes* meanwhile.
         """
-        size = _TEMPORARIES * 4 * original[0].numel()
-        count = max(1, temporary_bytes // size) if self.stacks else len(original)
+        programs_run = runs_programs(original) and self.is_of_matrices
+        merge_part = self.run_programs if programs_run else self._merge_part
+        count = len(original)
+        temporaries = _TEMPORARIES if self.stacks else 0
+        if programs_run:  # they write a sum of several alone
+            temporaries = int(len(self.stacks) > 1)
+        if temporaries:
+            size = temporaries * 4 * original[0].numel()
+            count = max(1, temporary_bytes // size)
         for at in range(0, len(original), count):
             part = slice(at, at + count)
-            self._merge_part(original[part], merged[part], first + at)
+            merge_part(original[part], merged[part], first + at)
+
+    def run_programs(self, original: Tensor, merged: Tensor, first: int) -> None:
+        """As `merge`, of what `is_of_matrices`; tensors of the meta device: see `merging.merge`."""
+        from worker.engine.kernels import merging  # it needs Triton
+
+        part = slice(first, first + len(original))
+        factors = self.low_rank and (self.low_rank[0][part], self.low_rank[1][part])
+        terms = []
+        for stack in self._stacks_of(first, len(original)):
+            kind = kinds.kind_of(stack.tensors)
+            matrices = kinds.MATRICES[kind](stack.tensors)
+            norms = kinds.norms_of(stack.tensors)
+            terms.append(
+                merging.Term(
+                    stack.index, kind, matrices, norms, stack.scale, stack.strength
+                )
+            )
+        merging.merge(original, merged, factors, self.strength, terms, first=first)
+
+    def _stacks_of(self, first: int, layers: int) -> list[Stack]:
+        parts = (each.part(first, layers) for each in self.stacks)
+        return [each for each in parts if each is not None]
 
     def _merge_part(self, original: Tensor, merged: Tensor, first: int) -> None:
         total = None
@@ -162,10 +217,8 @@ class StackedChange:
                 return
             total = kinds.multiply(up, down)
             strength = self.strength
-        for stack in self.stacks:
+        for stack in self._stacks_of(first, len(original)):
             changes = stack.compute(original, first)
-            if changes is None:
-                continue
             if total is None:
                 total = changes
                 strength = stack.strength
@@ -286,6 +339,15 @@ class StackPlaces:
     index: Place
     tensors: Mapping[str, Place]
 
+    @property
+    def variant(self) -> object:
+        """What the programs that merge it depend on."""
+        # DoRA's norms of the inputs have one row.
+        return tuple(
+            (name, place.dtype, place.shape[1] == 1)
+            for name, place in self.tensors.items()
+        )
+
     def of(self, flat: Tensor) -> Stack:
         tensors = {name: place.of(flat) for name, place in self.tensors.items()}
         strength, delta = next(iter(self.by_layer.values()))
@@ -329,6 +391,8 @@ class PackedLoras:
     _beside: Mapping[Shape, LowRank]
     #: The ranks of the changes that slots hold beside the weights.
     ranks: Mapping[Shape, int]
+    #: Of the weights.
+    dtype: torch.dtype
 
     def assemble(self) -> Tensor:
         """The tensor [size_bytes] in host memory."""
@@ -338,6 +402,30 @@ class PackedLoras:
         for places in itertools.chain.from_iterable(self._stacks.values()):
             places.fill(flat)
         return flat
+
+    def build(self, device: torch.device) -> None:
+        """Has the programs built that merge these, where a *device* runs any.
+
+        It takes a second for each kind of change: ticks would wait at the first such job.
+        """
+        variants: set[object] = set()
+        for group in {*self._low_rank, *self._stacks}:
+            stacks = self._stacks.get(group, ())
+            kind = self.dtype, group[-1] == 1, len(stacks) > 1
+            variants |= {(*kind, each.variant) for each in stacks} or {kind}
+        if variants <= _built or not builds_programs(device):
+            return
+        with _building:
+            if variants <= _built:
+                return
+            flat = torch.empty(self.size_bytes, dtype=torch.uint8, device="meta")
+            for (_, *sides), change in self.of(flat).stacked.items():
+                weights = torch.empty(
+                    _MANY_LAYERS, *sides, dtype=self.dtype, device="meta"
+                )
+                if change.is_of_matrices:
+                    change.run_programs(weights, weights, 0)
+            _built.update(variants)
 
     def of(self, flat: Tensor) -> LoraChanges:
         """Views of *flat*, a copy on any device."""
@@ -407,7 +495,7 @@ def pack(
         group: [room.place_stack(alike) for alike in _alike(by_layer)]
         for group, by_layer in others.items()
     }
-    return PackedLoras(room.size_bytes, low_rank, stacks, beside, ranks)
+    return PackedLoras(room.size_bytes, low_rank, stacks, beside, ranks, dtype)
 
 
 def _alike(

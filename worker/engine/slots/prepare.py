@@ -249,6 +249,7 @@ class LoraReader:
         self.dtypes: Mapping[Network, torch.dtype] = {
             name: networks[name].dtype for name in self.groups
         }
+        self._device = networks[self._family.backbone].device
         self.cache = LoraCache(self._family.lora_layers(networks), _LORA_CACHE_BYTES)
 
     def read(self, loras: Sequence[Lora], wait: Callable[[], object]) -> LoraFields:
@@ -279,6 +280,7 @@ class LoraReader:
         for network, found in applied.items():
             packed = merge.pack(found, self.groups[network], dtype=self.dtypes[network])
             if packed is not None:
+                packed.build(self._device)
                 packs[network] = packed
         return LoraFields(loras=applied, packs=packs)
 
