@@ -107,9 +107,14 @@ class Packages:
                 futures.wait([wanted.found], timeout=_FIRST_FETCH_SECONDS)
 
     @property
+    def compiles(self) -> bool:
+        """True while the graph that is wanted is compiled."""
+        return self._wanted is not None and self._wanted.compiler is not None
+
+    @property
     def may_compile_more(self) -> bool:
         """True while the graph that is wanted is compiled, and another could be at once."""
-        if self._wanted is None or self._wanted.compiler is None:
+        if not self.compiles:
             return False
         self._collect()
         if len(self._orders) >= self._most_compilers:
@@ -119,9 +124,21 @@ class Packages:
         free, _ = torch.cuda.mem_get_info(self._device)
         return free > _GPU_BYTES
 
-    def leave(self) -> None:
-        """Wants nothing any more; the graph that is compiled is finished for when it is wanted."""
+    def leave(self) -> Path:
+        """Wants nothing any more; the graph that is compiled is finished for when it is wanted.
+
+        Returns the path of its package, for `is_there`.
+        """
+        if self._wanted is None:
+            raise ValueError("no graph is wanted")
+        path = self._wanted.path
         self._wanted = None
+        return path
+
+    def is_there(self, path: Path) -> bool:
+        """True once a package that was left is compiled, or cannot be."""
+        self._collect()
+        return path not in self._orders
 
     def is_done(self, seconds: float = 0.0) -> bool:
         """True if `end` does not wait for others; waits for so many *seconds*."""

@@ -2,8 +2,9 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -53,8 +54,8 @@ class Compilation:
         self._decoder = self._parts.decoder
         self._packages = self._parts.settings.packages
         self._graphs: Iterator[Graph] = iter(())
-        #: Keys whose graph is compiled while others get theirs.
-        self._aside: set[BatchKey] = set()
+        #: The packages that are compiled while others are wanted, by their key.
+        self._aside: dict[BatchKey, Path] = {}
 
     @property
     def is_due(self) -> bool:
@@ -154,7 +155,15 @@ class Compilation:
         """Key that is compiled next, once the compiler is free."""
         wanted = self._wanted()
         others = [key for key in wanted if key not in self._aside]
-        return next(iter([*others, *wanted]), None)
+        return next(iter([*self._ready(wanted), *others, *wanted]), None)
+
+    def _ready(self, wanted: Sequence[BatchKey]) -> list[BatchKey]:
+        """Those whose graph was set aside, and is compiled by now."""
+        packages = self._packages
+        if packages is None:
+            return []
+        aside = self._aside
+        return [key for key in wanted if key in aside and packages.is_there(aside[key])]
 
     def _wanted(self) -> list[BatchKey]:
         """Keys that nothing is compiled of, and then those that lack something else."""
@@ -175,15 +184,20 @@ class Compilation:
         return [*urgent, *vaes, *wanted]
 
     def _try_to_set_aside(self) -> None:
-        """Lets another key get its graph while this one's is compiled: it may be there."""
+        """Lets another key get its graph while this one's is compiled: it may be there, or is."""
         packages = self._packages
         step = self._step
         if packages is None or step is None or self._pending is None:
             return
-        tried = {*self._aside, step.batch_key}
-        if packages.may_compile_more and not tried.issuperset(self._wanted()):
-            self._aside.add(step.batch_key)
-            packages.leave()
+        if not packages.compiles or packages.is_done():
+            return
+        wanted = self._wanted()
+        may_try = packages.may_compile_more and not {
+            *self._aside,
+            step.batch_key,
+        }.issuperset(wanted)
+        if may_try or self._ready(wanted):
+            self._aside[step.batch_key] = packages.leave()
             self._end()
 
     def _lacks_vae(self, step: Step | None) -> bool:
@@ -198,7 +212,7 @@ class Compilation:
             if self._pending is not None:
                 self._pending = None
                 if batch_key is not None:
-                    self._aside.discard(batch_key)
+                    self._aside.pop(batch_key, None)
                 try:
                     packages.end()
                 except CompileError as error:

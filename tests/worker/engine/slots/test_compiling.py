@@ -513,6 +513,34 @@ def test_what_is_compiled_already_does_not_wait_for_what_is_not(
     assert all(each.step.compiled for each in engine._lanes)
 
 
+def test_what_was_set_aside_is_taken_up_before_what_is_waited_for(
+    make_slot_engine, compiler: PlainPackages
+):
+    engine = make_slot_engine(
+        slots=2, packages=compiler, queue_seconds=lambda: math.inf
+    )
+    engine.compile_in_background()
+    compiler.may_compile_more = True
+    sizes = itertools.cycle([{}, {"width": 96}])
+    tickets = itertools.count()
+
+    def draw_ticks(count: int) -> None:
+        for at in itertools.islice(tickets, count):
+            while engine.free:
+                request = make_request(seed=at, steps=6, **next(sizes))
+                engine.admit(next(tickets), engine.prepare(request))
+            engine.tick()
+
+    draw_ticks(40)
+    first, second = (name.split(", ")[1] for name in dict.fromkeys(compiler.began))
+    assert second in compiler.began[-1], "it is waited for"
+    compiler.there = (first,)
+    draw_ticks(3)
+    assert [lane.batch_key.width for lane in engine._lanes if lane.step.compiled] == [
+        int(first.split("x")[0])
+    ]
+
+
 def test_few_images_that_change_convolutions_are_drawn_in_the_first_slots_alone(
     make_slot_engine, slot_engine, compiler: PlainPackages, tmp_path: Path
 ):

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,12 +31,20 @@ class PlainPackages:
         self.began.append(graph.name)
         self._graph = graph
 
-    def leave(self) -> None:
+    @property
+    def compiles(self) -> bool:
+        return self._graph is not None
+
+    def leave(self) -> Path:
+        path = Path(self._graph.name)
         self._graph = None
+        return path
+
+    def is_there(self, path: Path) -> bool:
+        return self.may_end > 0 or any(each in path.name for each in self.there)
 
     def is_done(self, _seconds: float = 0.0) -> bool:
-        name = self._graph.name if self._graph else ""
-        return self.may_end > 0 or any(each in name for each in self.there)
+        return self.is_there(Path(self._graph.name if self._graph else ""))
 
     def end(self) -> None:
         graph = self._graph
