@@ -88,9 +88,9 @@ TEMPORARY_BYTES = 128 * 1024**2
 #: Float32 tensors of the layers' size that are alive at once: the sum, and two of a LoHa.
 _TEMPORARIES = 3
 
-#: The merging programs that are built, by what they depend on; one thread builds at a time.
+#: The merging programs that are built, by what they depend on; one thread builds each.
 _built: set[object] = set()
-_building = threading.Lock()
+_building: defaultdict[object, threading.Lock] = defaultdict(threading.Lock)
 
 #: More than a group has.
 _MANY_LAYERS = 2**20
@@ -408,24 +408,19 @@ class PackedLoras:
 
         It takes a second for each kind of change: ticks would wait at the first such job.
         """
-        variants: set[object] = set()
-        for group in {*self._low_rank, *self._stacks}:
-            stacks = self._stacks.get(group, ())
-            kind = self.dtype, group[-1] == 1, len(stacks) > 1
-            variants |= {(*kind, each.variant) for each in stacks} or {kind}
-        if variants <= _built or not builds_programs(device):
+        if not builds_programs(device):
             return
-        with _building:
-            if variants <= _built:
-                return
-            flat = torch.empty(self.size_bytes, dtype=torch.uint8, device="meta")
-            for (_, *sides), change in self.of(flat).stacked.items():
-                weights = torch.empty(
-                    _MANY_LAYERS, *sides, dtype=self.dtype, device="meta"
-                )
-                if change.is_of_matrices:
+        flat = torch.empty(self.size_bytes, dtype=torch.uint8, device="meta")
+        for group, change in self.of(flat).stacked.items():
+            _, *sides = group
+            variants = [each.variant for each in self._stacks.get(group, ())]
+            known = self.dtype, sides[-1] == 1, *variants
+            with _building[known]:
+                if known not in _built and change.is_of_matrices:
+                    shape = (_MANY_LAYERS, *sides)
+                    weights = torch.empty(shape, dtype=self.dtype, device="meta")
                     change.run_programs(weights, weights, 0)
-            _built.update(variants)
+                _built.add(known)
 
     def of(self, flat: Tensor) -> LoraChanges:
         """Views of *flat*, a copy on any device."""
