@@ -31,8 +31,8 @@ _COMPILER_PROCESSORS = 4
 _COMPILER_BYTES = 14 * 2**30
 _GPU_BYTES = 8 * 2**30
 
-#: More than three would wait for the same processors.
-_MOST_COMPILERS = 3
+#: Three sizes' ticks and a VAE; more would wait for the same processors.
+_MOST_COMPILERS = 4
 
 
 class Exchange(Protocol):

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -27,9 +28,16 @@ _MOST_SECONDS_WITHOUT_JOBS = 10.0
 _LOOK_SECONDS = 1.0
 
 
+class Task(NamedTuple):
+    """What is compiled for a key: its tick, or the VAE of its size."""
+
+    batch_key: BatchKey
+    is_vae: bool = False
+
+
 @dataclass(eq=False)
 class Compilation:
-    """Compiles one lane at a time; for the engine's thread, between two ticks.
+    """Compiles one task at a time; for the engine's thread, between two ticks.
 
     The images in a lane's slots stay as they are.
     """
@@ -45,6 +53,7 @@ class Compilation:
     is_under_way: bool = False
     _begins_at: float | None = None
     _asked: BatchKey | None = None
+    _task: Task | None = None
     _lane: Lane | None = None
     _step: Step | None = None
     _pending: Graph | None = None
@@ -54,8 +63,8 @@ class Compilation:
         self._decoder = self._parts.decoder
         self._packages = self._parts.settings.packages
         self._graphs: Iterator[Graph] = iter(())
-        #: The packages that are compiled while others are wanted, by their key.
-        self._aside: dict[BatchKey, Path] = {}
+        #: The packages that are compiled while others are wanted, by what they are of.
+        self._aside: dict[Task, Path] = {}
 
     @property
     def is_due(self) -> bool:
@@ -93,12 +102,12 @@ class Compilation:
         if not self.is_due:
             return
         self._begin_now()
-        batch_key = self._step.batch_key if self._step else self._next()
+        task = self._task or self._next()
         lacks_memory = False
         try:
-            self._go_on(batch_key)
+            self._go_on(task)
             while self._pending is not None and self._is_done:  # it was there
-                self._go_on(batch_key)
+                self._go_on(task)
         except Exception as error:  # noqa: BLE001 - images are drawn without
             failure = engine_errors.classify(error)
             lacks_memory = engine_errors.is_out_of_memory(error)
@@ -109,8 +118,8 @@ class Compilation:
                     exc_info=True,
                     action="compile_failed",
                 )
-        if lacks_memory and batch_key is not None:
-            self._save_memory(batch_key)
+        if lacks_memory and task is not None:
+            self._save_memory(task.batch_key)
         self.is_under_way = self._pending is not None or self._next() is not None
 
     def finish(self) -> None:
@@ -151,22 +160,24 @@ class Compilation:
             and self._runner.may_compile
         )
 
-    def _next(self) -> BatchKey | None:
-        """Key that is compiled next, once the compiler is free."""
+    def _next(self) -> Task | None:
+        """What is compiled next, once the compiler is free."""
         wanted = self._wanted()
-        others = [key for key in wanted if key not in self._aside]
+        others = [task for task in wanted if task not in self._aside]
         return next(iter([*self._ready(wanted), *others, *wanted]), None)
 
-    def _ready(self, wanted: Sequence[BatchKey]) -> list[BatchKey]:
-        """Those whose graph was set aside, and is compiled by now."""
+    def _ready(self, wanted: Sequence[Task]) -> list[Task]:
+        """Those that were set aside, and are compiled by now."""
         packages = self._packages
         if packages is None:
             return []
         aside = self._aside
-        return [key for key in wanted if key in aside and packages.is_there(aside[key])]
+        return [
+            each for each in wanted if each in aside and packages.is_there(aside[each])
+        ]
 
-    def _wanted(self) -> list[BatchKey]:
-        """Keys that nothing is compiled of, and then those that lack something else."""
+    def _wanted(self) -> list[Task]:
+        """Ticks that run uncompiled, then these sizes' VAEs, and then ticks in other modes."""
         if not self._runner.may_compile:
             return []
         asked = [self._asked] if self._asked else []
@@ -177,33 +188,44 @@ class Compilation:
             key=lambda key: self._runner.outlook.share(GraphKey(key)), reverse=True
         )
         keys = [*asked, self._runner.native, *held]
-        wanted = [key for key in keys if self._runner.should_compile(key)]
+        wanted = [Task(key) for key in keys if self._runner.should_compile(key)]
         # A tick is most of an image's time, and the VAE a tenth.
-        urgent = [key for key in wanted if not self._runner.compiled_step(key)]
-        vaes = [key for key in keys if self._lacks_vae(self._runner.compiled_step(key))]
+        urgent = [
+            task for task in wanted if not self._runner.compiled_step(task.batch_key)
+        ]
+        # By then it draws with it; until then others' compilers may be at it.
+        opened = {lane.batch_key: lane.step for lane in self._lanes}
+        vaes = [
+            Task(key, is_vae=True)
+            for key in keys
+            if self._lacks_vae(
+                self._runner.compiled_step(key)
+                or (opened.get(key) if Task(key) in urgent else None)
+            )
+        ]
         return [*urgent, *vaes, *wanted]
 
     def _try_to_set_aside(self) -> None:
         """Lets another key get its graph while this one's is compiled: it may be there, or is."""
         packages = self._packages
-        step = self._step
-        if packages is None or step is None or self._pending is None:
+        task = self._task
+        if packages is None or task is None or self._pending is None:
             return
         if not packages.compiles or packages.is_done():
             return
         wanted = self._wanted()
         may_try = packages.may_compile_more and not {
             *self._aside,
-            step.batch_key,
+            task,
         }.issuperset(wanted)
         if may_try or self._ready(wanted):
-            self._aside[step.batch_key] = packages.leave()
+            self._aside[task] = packages.leave()
             self._end()
 
     def _lacks_vae(self, step: Step | None) -> bool:
         return step is not None and bool(self._decoder.uncompiled(_latents(step)))
 
-    def _go_on(self, batch_key: BatchKey | None) -> None:
+    def _go_on(self, task: Task | None) -> None:
         packages = self._packages
         if packages is None:
             return
@@ -211,18 +233,19 @@ class Compilation:
         try:
             if self._pending is not None:
                 self._pending = None
-                if batch_key is not None:
-                    self._aside.pop(batch_key, None)
+                if task is not None:
+                    self._aside.pop(task, None)
                 try:
                     packages.end()
                 except CompileError as error:
                     log.warning(
                         f"uncompiled from now on: {error}", action="compile_failed"
                     )
-            if self._step is None and batch_key is not None:
-                self._lane, self._step = self._open_lane(batch_key)
+            if self._task is None and task is not None:
+                self._task = task
+                self._lane, self._step = self._open_lane(task.batch_key)
                 self._step.is_compiling = True
-                self._graphs = self._compile(self._lane, self._step)
+                self._graphs = self._compile(self._lane, self._step, task)
             graph = next(self._graphs, None) if self._is_current else None
         finally:
             if graph is None:
@@ -234,7 +257,7 @@ class Compilation:
     def _end(self) -> None:
         if self._step is not None:
             self._step.is_compiling = False
-        self._lane = self._step = self._pending = None
+        self._task = self._lane = self._step = self._pending = None
         self._graphs = iter(())
 
     def _save_memory(self, batch_key: BatchKey) -> None:
@@ -254,11 +277,11 @@ class Compilation:
         else:
             self._runner.put_off(batch_key)
 
-    def _compile(self, lane: Lane, step: Step) -> Iterator[Graph]:
-        """Yields what a lane lacks most, before its first run, to be given its kernels."""
+    def _compile(self, lane: Lane, step: Step, task: Task) -> Iterator[Graph]:
+        """Yields a task's graphs, before their first run, to be given their kernels."""
         began_at = time.monotonic()
         missing = self._runner.missing_modes(step)
-        if step.compiled and self._lacks_vae(step):
+        if task.is_vae:
             yield from self._decoder.compile(_latents(step))
         elif missing:
             yield from self._compile_tick(lane, step, missing[0])

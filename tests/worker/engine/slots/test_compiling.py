@@ -532,13 +532,16 @@ def test_what_was_set_aside_is_taken_up_before_what_is_waited_for(
             engine.tick()
 
     draw_ticks(40)
-    first, second = (name.split(", ")[1] for name in dict.fromkeys(compiler.began))
-    assert second in compiler.began[-1], "it is waited for"
-    compiler.there = (first,)
+    began = list(dict.fromkeys(compiler.began))
+    assert len(began) == 4, "each size's tick, and its VAE before that is compiled"
+    tick, vae = (
+        next(each for each in began if name in each) for name in ("UNet", "VAE")
+    )
+    assert compiler.began[-1] == began[-1], "it is waited for"
+    compiler.there = tick, vae
     draw_ticks(3)
-    assert [lane.batch_key.width for lane in engine._lanes if lane.step.compiled] == [
-        int(first.split("x")[0])
-    ]
+    assert len(compiled_modes(engine)) == 1
+    assert len(engine._decoder._compiled) == 1, "it does not wait for the other's tick"
 
 
 def test_few_images_that_change_convolutions_are_drawn_in_the_first_slots_alone(
