@@ -36,6 +36,10 @@ _MAX_TICKS_AHEAD = 1
 #: Each compiled key holds its memory for good: three sizes, with short and with long prompts.
 _MAX_COMPILED_KEYS = 6
 
+#: Of a lane's time, what a graph beside another has to save: it takes seconds without a picture at
+#: once, and memory for good.
+_LEAST_SAVED_SHARE = 0.01
+
 #: Ticks of a lane in a mode before the next is recorded, which takes as long as ten: some end with
 #: the few images that there are of their size.
 _TICKS_BEFORE_RECORDING = 3
@@ -328,7 +332,10 @@ class StepRunner:
         if instead not in step.compiled:
             return kind.convolutions and self.outlook.pays(kind, 1, self.costs)
         saved = 1 - self.costs.seconds(mode) / self.costs.seconds(instead)
-        return self.outlook.pays(kind, 1, self.costs, saved * step.mode_usage[mode])
+        saved *= step.mode_usage[mode]
+        return saved > _LEAST_SAVED_SHARE and self.outlook.pays(
+            kind, 1, self.costs, saved
+        )
 
     def _modes(self, batch_key: BatchKey) -> list[WeightMode]:
         """The modes that the jobs of a key may need; in the first, any without convolutions.
