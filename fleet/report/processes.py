@@ -38,10 +38,10 @@ class OwnTime(NamedTuple):
 
 @dataclass(slots=True)
 class _Times:
-    """When a process stored the images of one campaign and those of all.
+    """When a process stored or dropped images of one campaign and of all.
 
-    The time since its last image is shared by the campaigns of the images that it stores next: so
-    their parts add up to its time.
+    The time since its last image is shared by the campaigns of those that it ends next: so their
+    parts add up to its time.
     """
 
     began_at: datetime
@@ -105,7 +105,7 @@ async def own_times(
     ]
     shards = [
         each
-        for each in catalog.of_kind(every, "images")
+        for each in catalog.of_kind(every, "images", "jobs")
         if writer_of(each.blob.name) in writers
     ]
     if {each.campaign for each in shards} <= {campaign}:
@@ -115,7 +115,9 @@ async def own_times(
 
     def add(record: Record) -> bool:
         """Adds a record to its process's times; False if it is of none of *processes*."""
-        if (key := worker_key(record)) not in processes or not is_proven(record):
+        key = worker_key(record)
+        is_drawn = record.outcome in {"completed", "dropped"}
+        if key not in processes or not is_drawn or not is_proven(record):
             return False
         found = times.setdefault(key, _Times(record.at, record.start_up_seconds))
         found.add(record, step, is_own=record.campaign == campaign)

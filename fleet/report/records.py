@@ -224,10 +224,6 @@ async def read_records(
         if len(drawn) > samples:
             heapq.heappop(drawn)
     await _count_unused(storage, records)
-    began_at = {key: worker.began_at for key, worker in records.workers.items()}
-    records.share(
-        await processes.own_times(storage, campaign, began_at, records.is_proven)
-    )
     async for ended in reader.ended(storage, campaign, records.damaged, known=known):
         if ended.outcome == "failed":
             reason = (ended.reason or "")[: dead_letter.MAX_REASON_CHARACTERS]
@@ -239,8 +235,14 @@ async def read_records(
             records.dropped += 1
             # A near-duplicate is stored, and counts beside those of its job that are not.
             records.images_dropped += len(ended.dropped) + bool(ended.phash)
+            if ended.worker != UNKNOWN_WORKER and records.is_proven(ended):
+                records.add_time(ended)
         else:
             records.cancelled += 1
+    began_at = {key: worker.began_at for key, worker in records.workers.items()}
+    records.share(
+        await processes.own_times(storage, campaign, began_at, records.is_proven)
+    )
     records.samples = sorted(
         (record for *_, record in drawn), key=lambda each: each.blob or ""
     )

@@ -241,7 +241,10 @@ async def test_the_reports_of_several_campaigns_add_up_to_what_their_workers_cos
     in_process: Imagefleet,
     store_images: Add,
 ):
-    """One after the other, and mixed: the start-up is paid once, and no second twice."""
+    """One after the other, and mixed: the start-up is paid once, and no second twice.
+
+    Half of the third one's jobs keep no image.
+    """
     known = {"start_up_seconds": 100, "seconds": 2.0}
     w1 = {**known, "worker": "w1", "price_per_hour": 0.36}
     w2 = {**known, "worker": "w2", "price_per_hour": 3.6}
@@ -253,6 +256,7 @@ async def test_the_reports_of_several_campaigns_add_up_to_what_their_workers_cos
         at = NOON + timedelta(seconds=second)
         name = f"{place:04}"
         blob = f"{campaign}/{name}.png"
+        is_dropped = of_worker is w2 and second % 4 == 3
         written = Record.model_validate(
             {
                 **LINE,
@@ -262,6 +266,7 @@ async def test_the_reports_of_several_campaigns_add_up_to_what_their_workers_cos
                 "blob": blob,
                 "at": at,
             }
+            | ({"outcome": "dropped", "blob": None} if is_dropped else {})
         )
         await storage.create()
         await RecordLog(storage.blobs, of_worker["worker"]).add([written])
