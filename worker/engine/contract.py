@@ -207,6 +207,8 @@ class ImageRequest:
     upscale: Upscale | None = None
     #: Set once its estimate at half of its calls has dropped it; None: nobody looks at one.
     stop: Event | None = None
+    #: Parts of the picture are drawn again afterwards, by requests with masks.
+    is_detailed: bool = False
 
     @property
     def is_stopped(self) -> bool:

@@ -64,6 +64,7 @@ async def draw(
             controls=(),
             refiner=None,
             stop=None,
+            is_detailed=False,
         )
         for number, mask in enumerate(masks):
             init, overlay = await asyncio.to_thread(

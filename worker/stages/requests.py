@@ -157,6 +157,7 @@ def requests_of(
             refiner=inputs.refiner,
             upscale=inputs.upscale,
             stop=Event() if job.keep and job.keep.early else None,
+            is_detailed=bool(job.details),
         )
         for index in (range(job.images_to_draw) if images is None else images)
     ]

@@ -148,6 +148,7 @@ def refuse_unsupported(request: ImageRequest, what: str) -> None:
         "a VAE by name (sd_vae)": request.vae,
         "tiling": request.tiling,
         "a refiner": request.refiner,
+        "ADetailer": request.is_detailed,
         "a mask": request.init is not None and request.init.mask is not None,
     }
     for name, value in unsupported.items():

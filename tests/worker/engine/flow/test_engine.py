@@ -98,6 +98,7 @@ def test_a_prompt_is_text_as_it_stands(make_engine, request_of):
             "does not support ControlNets",
         ),
         ({"tiling": True}, "does not support tiling"),
+        ({"is_detailed": True}, "does not support ADetailer"),
         ({"prompt": "two dogs " * 100}, "'two dogs .* has 9.. tokens .* reads 512"),
         ({"sampler_options": Options(s_churn=2)}, "s_churn and img2img_extra_noise"),
     ],
