@@ -66,8 +66,8 @@ class Judges:
     async def find(self, name: str) -> Identity:
         """The file of a score's network.
 
-        Raises MissingFileError if there is none, or a head's CLIP is missing, else as
-        `FileLibrary.resolve`.
+        Raises MissingFileError if there is none, or a head's CLIP is missing, JobError if that is
+        in ONNX, else as `FileLibrary.resolve`.
         """
         missing: list[str] = []
         files = [f"{name}{suffix}" for suffix in kinds.JUDGE.suffixes]
@@ -80,6 +80,11 @@ class Judges:
                 self._files[name] = file
                 if name != CLIP and kinds.ONNX not in file:
                     await self.find(CLIP)
+                    if kinds.ONNX in self._files[CLIP]:
+                        raise JobError(
+                            f"keep: {file} judges by CLIP's embedding: it needs"
+                            f" {CLIP}.safetensors beside it, not {self._files[CLIP]}"
+                        )
                 return self._library.identity(path)
         raise MissingFileError(
             f"keep: the score {name!r} is neither {' nor '.join(pixels.SCORES)}, and has no"

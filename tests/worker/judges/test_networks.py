@@ -174,6 +174,15 @@ def test_the_judge_of_the_demo_tells_a_picture_from_others_by_its_prompt(
     assert np.mean(found[:8]) > 2 * np.mean(found[8:])
 
 
+def test_a_head_beside_a_clip_in_onnx_is_refused_before_anything_is_judged(
+    judges: Path, tmp_path: Path
+):
+    (judges / "clip.onnx").write_bytes(b"not read")
+    save_file({"layers.0.weight": torch.zeros(1, 2)}, judges / "taste.safetensors")
+    with pytest.raises(errors.JobError, match=r"needs clip\.safetensors"):
+        score(tmp_path, "taste", [])
+
+
 async def test_a_judge_in_onnx_is_fetched_once_and_nothing_is_asked_again(
     tmp_path: Path,
 ):
