@@ -28,7 +28,7 @@ Emit = Callable[..., None]
 SETTLED_SECONDS = 20.0
 
 #: Until packages for more jobs are compiled, or the row goes without them.
-FILL_SECONDS = 300.0
+FILL_SECONDS = 150.0
 
 #: Messages for workers: of five minutes at 15 images/s.
 MESSAGES, TINY_MESSAGES = 4_500, 200
