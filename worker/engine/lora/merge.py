@@ -123,21 +123,6 @@ class Stack:
             tensors=tensors,
         )
 
-    def compute(self, original: Tensor, first: int) -> Tensor:
-        """The changes in float32 of the layers from the *first* on, with *original* [layers, ...].
-
-        Zero where a layer does not change.
-        """
-        if len(self.positions) == len(original):
-            return kinds.compute(self.tensors, self.scale, original)
-        index = self.index - first
-        changes = kinds.compute(
-            self.tensors, self.scale, original.index_select(0, index)
-        )
-        return torch.zeros_like(original, dtype=torch.float32).index_copy_(
-            0, index, changes
-        )
-
 
 @dataclass(frozen=True)
 class StackedChange:
@@ -167,14 +152,13 @@ class StackedChange:
         """Sets *merged* to the weights *original* [layers, out, in] plus the changes.
 
         They may be some of the layers, from the *first* one on. Summed in float32 and rounded once,
-        as in `shared.Merger`. Other kinds than plain LoRAs take *temporary_bytes* meanwhile.
+        as in `shared.Merger`. Where programs do not do it at once, *temporary_bytes* are taken.
         """
         programs_run = runs_programs(original) and self.is_of_matrices
         merge_part = self.run_programs if programs_run else self._merge_part
         count = len(original)
-        temporaries = _TEMPORARIES if self.stacks else 0
-        if programs_run:  # they write a sum of several alone
-            temporaries = int(len(self.stacks) > 1)
+        # Programs write no sum but that of several stacks.
+        temporaries = int(len(self.stacks) > 1) if programs_run else _TEMPORARIES
         if temporaries:
             size = temporaries * 4 * original[0].numel()
             count = max(1, temporary_bytes // size)
@@ -205,32 +189,17 @@ class StackedChange:
         return [each for each in parts if each is not None]
 
     def _merge_part(self, original: Tensor, merged: Tensor, first: int) -> None:
-        total = None
-        strength = 1.0
+        total = original.to(torch.float32, copy=True)
         if self.low_rank is not None:
             part = slice(first, first + len(original))
             up, down = self.low_rank
-            up = up[part]
-            down = down[part]
-            if not self.stacks:
-                torch.baddbmm(original, up, down, alpha=self.strength, out=merged)
-                return
-            total = kinds.multiply(up, down)
-            strength = self.strength
+            total.add_(kinds.multiply(up[part], down[part]), alpha=self.strength)
         for stack in self._stacks_of(first, len(original)):
-            changes = stack.compute(original, first)
-            if total is None:
-                total = changes
-                strength = stack.strength
-                continue
-            if strength != 1:
-                total = total.mul_(strength)
-                strength = 1.0
-            total.add_(changes, alpha=stack.strength)
-        if total is None:
-            merged.copy_(original)
-        else:
-            torch.add(original, total, alpha=strength, out=merged)
+            places = stack.index - first
+            own = original.index_select(0, places)
+            changes = kinds.compute(stack.tensors, stack.scale, own)
+            total.index_add_(0, places, changes, alpha=stack.strength)
+        merged.copy_(total)
 
 
 class Room:

@@ -13,8 +13,8 @@ from worker.engine.lora.merge import StackedChange
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-OUT = 12
-IN = 8
+OUT = 132
+IN = 72
 GROUP = ("layers", OUT, IN)
 PATHS = ["zero", "one", "two", "three", "four"]
 GROUPS = {GROUP: PATHS}
