@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from imagefleet.files.safetensors import Identity
+from imagefleet.telemetry.logs import log
 from worker.engine.files import safetensors
 from worker.engine.files.safetensors import Place, Tensors
 from worker.engine.kernels.layers import builds_programs, runs_programs
@@ -92,6 +93,9 @@ _TEMPORARIES = 3
 _built: set[object] = set()
 _building: defaultdict[object, threading.Lock] = defaultdict(threading.Lock)
 
+#: Set once one could not be built: from then on torch's operations merge.
+_failed = threading.Event()
+
 #: More than a group has.
 _MANY_LAYERS = 2**20
 
@@ -154,7 +158,9 @@ class StackedChange:
         They may be some of the layers, from the *first* one on. Summed in float32 and rounded once,
         as in `shared.Merger`. Where programs do not do it at once, *temporary_bytes* are taken.
         """
-        programs_run = runs_programs(original) and self.is_of_matrices
+        programs_run = (
+            runs_programs(original) and self.is_of_matrices and not _failed.is_set()
+        )
         merge_part = self.run_programs if programs_run else self._merge_part
         count = len(original)
         # Programs write no sum but that of several stacks.
@@ -377,7 +383,7 @@ class PackedLoras:
 
         It takes a second for each kind of change: ticks would wait at the first such job.
         """
-        if not builds_programs(device):
+        if _failed.is_set() or not builds_programs(device):
             return
         flat = torch.empty(self.size_bytes, dtype=torch.uint8, device="meta")
         for group, change in self.of(flat).stacked.items():
@@ -388,7 +394,15 @@ class PackedLoras:
                 if known not in _built and change.is_of_matrices:
                     shape = (_MANY_LAYERS, *sides)
                     weights = torch.empty(shape, dtype=self.dtype, device="meta")
-                    change.run_programs(weights, weights, 0)
+                    try:
+                        change.run_programs(weights, weights, 0)
+                    except Exception as error:  # noqa: BLE001 - a compiler may raise anything
+                        _failed.set()
+                        log.warning(
+                            f"LoRAs are merged without fused kernels: {error}",
+                            exc_info=error,
+                            action="compile_failed",
+                        )
                 _built.add(known)
 
     def of(self, flat: Tensor) -> LoraChanges:

@@ -1,5 +1,6 @@
 """LoRAs of any kind, packed and merged into stacks of layers, against one layer after the other."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -201,6 +202,25 @@ def test_a_layer_that_slots_cannot_hold_is_packed_only_where_something_else_hold
     found = merged(packed.of(packed.assemble()).stacked[GROUP], original)
     torch.testing.assert_close(found, expected([lora], original), rtol=1e-5, atol=1e-5)
     assert merge.pack([], {}, dtype=torch.float32) is not None
+
+
+def test_without_a_compiler_for_its_programs_a_gpu_merges_by_torchs_operations(
+    monkeypatch, caplog
+):
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(merge, "_failed", threading.Event())
+    for name in ("builds_programs", "runs_programs"):
+        monkeypatch.setattr(merge, name, lambda _: True)
+    monkeypatch.setattr(StackedChange, "run_programs", fail)
+    lora = make_lora(LOHA)
+    packed = merge.pack([lora], GROUPS, dtype=torch.float32)
+    packed.build(torch.device("cuda"))
+    assert "without fused kernels: no such instruction" in caplog.text
+    original = draw(5, OUT, IN)
+    found = merged(unpack([lora]), original)
+    torch.testing.assert_close(found, expected([lora], original), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
