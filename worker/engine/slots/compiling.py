@@ -280,14 +280,15 @@ class Compilation:
     def _compile(self, lane: Lane, step: Step, task: Task) -> Iterator[Graph]:
         """Yields a task's graphs, before their first run, to be given their kernels."""
         began_at = time.monotonic()
+        is_first_wait = task not in self._aside
         missing = self._runner.missing_modes(step)
         if task.is_vae:
             yield from self._decoder.compile(_latents(step))
         elif missing:
             yield from self._compile_tick(lane, step, missing[0])
-        # What compiling has taken tells what more of it will.
-        seconds = time.monotonic() - began_at
-        self._runner.costs = replace(self._runner.costs, graph_seconds=seconds)
+        if is_first_wait:  # what compiling has taken tells what more of it will
+            seconds = time.monotonic() - began_at
+            self._runner.costs = replace(self._runner.costs, graph_seconds=seconds)
         if self._lacks_vae(step) or self._runner.missing_modes(step):
             return
         log.info(
