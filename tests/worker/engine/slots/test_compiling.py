@@ -480,27 +480,33 @@ def test_a_recorded_tick_serves_in_place_of_one_that_would_be_recorded_anew(
     step.recorded.clear()
 
 
-def test_what_is_compiled_already_does_not_wait_for_what_is_not(
-    make_slot_engine, compiler: PlainPackages
-):
+@pytest.fixture
+def two_sizes(make_slot_engine, compiler: PlainPackages) -> Any:
+    """An engine that may compile several graphs at once, and its ticks with jobs of two sizes."""
     engine = make_slot_engine(
         slots=2, packages=compiler, queue_seconds=lambda: math.inf
     )
     engine.compile_in_background()
     compiler.may_compile_more = True
-    compiler.there = "96x64", "VAE"
-    sizes = itertools.cycle([{}, {"width": 96}])
-    waiting = (
-        make_request(seed=at, steps=6, **next(sizes)) for at in itertools.count()
-    )
     tickets = itertools.count()
 
     def draw_ticks(count: int) -> None:
         for _ in range(count):
             while engine.free:
-                engine.admit(next(tickets), engine.prepare(next(waiting)))
+                ticket = next(tickets)
+                size = {"width": 96} if ticket % 2 else {}
+                request = make_request(seed=ticket, steps=6, **size)
+                engine.admit(ticket, engine.prepare(request))
             engine.tick()
 
+    return engine, draw_ticks
+
+
+def test_what_is_compiled_already_does_not_wait_for_what_is_not(
+    two_sizes, compiler: PlainPackages
+):
+    engine, draw_ticks = two_sizes
+    compiler.there = "96x64", "VAE"
     draw_ticks(40)
     (wide,) = (each for each in engine._lanes if each.batch_key.width == 96)
     assert wide.step.compiled
@@ -516,23 +522,9 @@ def test_what_is_compiled_already_does_not_wait_for_what_is_not(
 
 
 def test_what_was_set_aside_is_taken_up_before_what_is_waited_for(
-    make_slot_engine, compiler: PlainPackages
+    two_sizes, compiler: PlainPackages
 ):
-    engine = make_slot_engine(
-        slots=2, packages=compiler, queue_seconds=lambda: math.inf
-    )
-    engine.compile_in_background()
-    compiler.may_compile_more = True
-    sizes = itertools.cycle([{}, {"width": 96}])
-    tickets = itertools.count()
-
-    def draw_ticks(count: int) -> None:
-        for at in itertools.islice(tickets, count):
-            while engine.free:
-                request = make_request(seed=at, steps=6, **next(sizes))
-                engine.admit(next(tickets), engine.prepare(request))
-            engine.tick()
-
+    engine, draw_ticks = two_sizes
     draw_ticks(40)
     began = list(dict.fromkeys(compiler.began))
     assert len(began) == 4, "each size's tick, and its VAE before that is compiled"
