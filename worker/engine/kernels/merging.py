@@ -55,9 +55,9 @@ def merge(
 ) -> None:
     """Sets *merged* to the weights *original* [layers, out, in] plus all changes.
 
-    These are strength times the product of *low_rank*, and the *terms*. Summed in float32 and
-    rounded once; both may be the same tensor. *first* is the number of the first of the layers. Of
-    tensors on the meta device, the programs are built.
+    These are strength times the product of *low_rank*, and the *terms*; their sum in float32 is
+    rounded once. Both may be the same tensor. *first* is the number of the first of the layers. For
+    tensors on the meta device, the programs are built and not run.
     """
     layers, outer, inner = original.shape
     tiles = programs.cdiv(outer, _HEIGHT), programs.cdiv(inner, _WIDTH)

@@ -193,7 +193,8 @@ class Compilation:
         urgent = [
             task for task in wanted if not self._runner.compiled_step(task.batch_key)
         ]
-        # By then it draws with it; until then others' compilers may be at it.
+        # It takes a fraction of a tick's time to compile: where there is a compiler for both, it is
+        # taken up while that is compiled, and costs the least then.
         opened = {lane.batch_key: lane.step for lane in self._lanes}
         vaes = [
             Task(key, is_vae=True)
@@ -206,7 +207,7 @@ class Compilation:
         return [*urgent, *vaes, *wanted]
 
     def _try_to_set_aside(self) -> None:
-        """Lets another key get its graph while this one's is compiled: it may be there, or is."""
+        """Lets another task get its graph while this one's is compiled: it may be there, or is."""
         packages = self._packages
         task = self._task
         if packages is None or task is None or self._pending is None:
@@ -214,10 +215,8 @@ class Compilation:
         if not packages.compiles or packages.is_done():
             return
         wanted = self._wanted()
-        may_try = packages.may_compile_more and not {
-            *self._aside,
-            task,
-        }.issuperset(wanted)
+        tried = {*self._aside, task}
+        may_try = packages.may_compile_more and not tried.issuperset(wanted)
         if may_try or self._ready(wanted):
             self._aside[task] = packages.leave()
             self._end()
