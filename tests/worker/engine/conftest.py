@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 import key_names
 import tiny_model
-from drawing import make_request
+from drawing import draw, make_request
 from families import tiny_controlnets
 from imagefleet.job.samplers import Options
 from worker.engine import checkpoint as checkpoints
@@ -311,3 +311,24 @@ def k_diffusion() -> types.SimpleNamespace:
             sampling=importlib.import_module("k_diffusion.sampling"),
             external=importlib.import_module("k_diffusion.external"),
         )
+
+
+@pytest.fixture
+def draw_latents(monkeypatch) -> Callable[..., list[torch.Tensor]]:
+    """Draws requests; returns what the decoder is given: latents, or images of pixels."""
+
+    def run(engine: Any, *requests: contract.ImageRequest) -> list[torch.Tensor]:
+        found = {}
+        add = engine._decoder.add
+
+        def note(ticket: int, latents: torch.Tensor, *others: object) -> None:
+            found[ticket] = latents.clone()
+            add(ticket, latents, *others)
+
+        monkeypatch.setattr(engine._decoder, "add", note)
+        outcomes = draw(engine, *requests)
+        monkeypatch.undo()
+        assert all(isinstance(each, np.ndarray) for each in outcomes), outcomes
+        return [found[ticket] for ticket in range(len(requests))]
+
+    return run

@@ -14,7 +14,6 @@ from diffusers import IFPipeline, IFSuperResolutionPipeline
 from PIL import Image
 
 from browsing import visible
-from drawing import draw
 from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
 from pixel import tiny_cascade
@@ -154,24 +153,3 @@ def request_of(low_image: contract.Pixels) -> Callable[..., contract.ImageReques
         return contract.ImageRequest(**{**fields, **changes})
 
     return make
-
-
-@pytest.fixture
-def draw_floats(monkeypatch) -> Callable[..., list[torch.Tensor]]:
-    """Draws requests; returns their images [3, height, width] before they are rounded."""
-
-    def run(engine: SlotEngine, *requests: contract.ImageRequest) -> list[torch.Tensor]:
-        found = {}
-        add = engine._decoder.add
-
-        def note(ticket: int, image: torch.Tensor, *decoder: object) -> None:
-            found[ticket] = image.clone()
-            add(ticket, image, *decoder)
-
-        monkeypatch.setattr(engine._decoder, "add", note)
-        outcomes = draw(engine, *requests)
-        monkeypatch.undo()
-        assert all(isinstance(each, np.ndarray) for each in outcomes), outcomes
-        return [found[ticket] for ticket in range(len(requests))]
-
-    return run

@@ -45,9 +45,9 @@ def draw_base(pipeline: Any, **steps: Any) -> torch.Tensor:
     ids=str,
 )
 def test_a_base_image_is_that_of_diffusers(
-    scheduler, make_engine, pipeline, request_of, draw_floats
+    scheduler, make_engine, pipeline, request_of, draw_latents
 ):
-    (image,) = draw_floats(make_engine(**scheduler), request_of())
+    (image,) = draw_latents(make_engine(**scheduler), request_of())
     expected = draw_base(pipeline("base", **scheduler), num_inference_steps=8)
     assert torch.allclose(image, expected, atol=ROUNDING), (
         (image - expected).abs().max()
@@ -65,7 +65,7 @@ def test_a_super_resolution_image_is_that_of_diffusers(
     pipeline,
     request_of,
     low_image,
-    draw_floats,
+    draw_latents,
 ):
     engine = make_engine("sr", slots=2)
     owned = pipeline("sr")
@@ -74,7 +74,7 @@ def test_a_super_resolution_image_is_that_of_diffusers(
         request_of("sr", seed=seed, init=contract.InitImage(low, strength))
         for seed, low in ((1, low_image), (2, flipped), (3, low_image))
     ]
-    images = draw_floats(engine, *requests)
+    images = draw_latents(engine, *requests)
     for seed, low, image in zip(
         (1, 2, 3), (low_image, flipped, low_image), images, strict=True
     ):
