@@ -22,6 +22,7 @@ from cli import console
 from imagefleet.storage.open import Storage
 from imagefleet.validation import JSONDict
 from messages import images
+from storages import local_only
 
 JOBS = 40
 
@@ -30,7 +31,7 @@ StandInWorker = Callable[..., list[Any]]
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.parametrize("storage_settings", ["local"], indirect=True),
+    local_only,
 ]
 
 

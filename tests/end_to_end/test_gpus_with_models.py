@@ -17,6 +17,7 @@ from PIL import Image
 
 from imagefleet.storage.open import Storage
 from imagefleet.validation import JSONDict
+from storages import local_only
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +55,7 @@ async def run(command: list[Any], environment: dict[str, str]) -> list[JSONDict]
     return [json.loads(line) for line in log.splitlines()]
 
 
-@pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+@local_only
 async def test_gpus_begin_with_a_model_that_jobs_wait_for_change_and_fetch_each_once(
     storage: Storage,
     stand_in_worker: Callable[..., list[Any]],

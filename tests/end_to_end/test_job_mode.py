@@ -11,12 +11,11 @@ import forks
 import polling
 from imagefleet.storage.open import Storage
 from messages import images
+from storages import azurite_only
 
 pytestmark = pytest.mark.slow
 
 Start = Callable[..., forks.Fork]  # the fixture of conftest.py
-
-on_azurite = pytest.mark.parametrize("storage_settings", ["azurite"], indirect=True)
 
 
 async def start_worker(fork: Start, model: Path) -> forks.Fork:
@@ -34,7 +33,7 @@ async def exit_code(process: forks.Fork) -> int:
     return process.returncode
 
 
-@on_azurite
+@azurite_only
 async def test_an_evicted_pod_is_no_success_and_the_others_wait_for_the_last_lease(
     storage: Storage, tiny_model: Path, fork: Start
 ):
@@ -57,7 +56,7 @@ async def test_an_evicted_pod_is_no_success_and_the_others_wait_for_the_last_lea
     assert (await storage.queue.depth()).messages == 0
 
 
-@on_azurite
+@azurite_only
 async def test_ctrl_c_before_the_end_is_no_success(
     storage: Storage, tiny_model: Path, fork: Start
 ):

@@ -18,6 +18,7 @@ import forks
 import tiny_model as tiny
 from imagefleet.storage.open import Storage
 from imagefleet.validation import JSONDict
+from storages import local_only
 
 pytestmark = pytest.mark.slow
 
@@ -81,7 +82,7 @@ async def finish(*processes: forks.Fork) -> None:
         assert process.returncode == 0, output
 
 
-@pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+@local_only
 async def test_workers_killed_in_a_change_of_models_lose_nothing_and_draw_nothing_wrong(
     storage: Storage, tiny_model: Path, other_model: Path, fork: Start
 ):
@@ -136,7 +137,7 @@ async def test_workers_killed_in_a_change_of_models_lose_nothing_and_draw_nothin
     )
 
 
-@pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+@local_only
 async def test_jobs_find_the_model_whose_name_only_its_server_tells_at_the_first_start(
     storage: Storage, tiny_model: Path, fork: Start, tmp_path
 ):

@@ -18,6 +18,7 @@ import polling
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.validation import JSONDict
+from storages import local_only
 
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("imagefleet")
@@ -27,7 +28,7 @@ StandInWorker = Callable[..., list[Any]]
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.parametrize("storage_settings", ["local"], indirect=True),
+    local_only,
 ]
 
 BUG = "from fleet.worker import command; command.require_libraries = lambda: 1 / 0"

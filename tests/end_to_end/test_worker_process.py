@@ -13,6 +13,7 @@ import forks
 import polling
 from imagefleet.storage.open import Storage
 from messages import images
+from storages import local_only
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -21,10 +22,6 @@ LEASE_SECONDS = "3"
 
 Process = subprocess.Popen[str] | forks.Fork
 Start = Callable[..., Process]  # the fixtures of conftest.py
-
-
-#: What does not depend on the storage is tested on one.
-local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 
 
 async def fill(storage: Storage, steps: int = 10) -> set[str]:

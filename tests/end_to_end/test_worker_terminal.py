@@ -20,6 +20,7 @@ import pytest
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from polling import until
+from storages import local_only
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +32,7 @@ REST = re.compile(r"[|/\\-] \S|images {4}")
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.parametrize("storage_settings", ["local"], indirect=True),
+    local_only,
 ]
 
 

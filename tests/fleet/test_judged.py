@@ -14,11 +14,12 @@ from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet
 from judging import campaign as judged
+from storages import local_only
 from worker.engine import contract
 
 RunWorker = Callable[..., Any]
 
-pytestmark = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+pytestmark = local_only
 
 #: Contrasts of the images, by their seeds.
 CONTRASTS = (20, 110, 60, 90)

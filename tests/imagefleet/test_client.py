@@ -19,11 +19,9 @@ from browsing import visible
 from imagefleet import Job, aio, cancelled, errors
 from imagefleet.job.message import read_job
 from imagefleet.storage.settings import StorageSettings
+from storages import local_only
 
 ROOT = Path(__file__).parents[2]
-
-
-local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 
 
 async def collect(batch: aio.Batch, seconds: float = 20) -> dict[str, aio.Result]:

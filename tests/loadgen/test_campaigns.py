@@ -16,6 +16,7 @@ from imagefleet.storage.protocol import LeasedMessage
 from loadgen import sources
 from loadgen.load import Load, Summary
 from loadgen.settings import LoadSettings
+from storages import local_only
 
 JOBS = 2_000
 TEMPLATE = "prompt: a cat\ncount: 1000000\njob: {campaign: spring}\n"
@@ -23,7 +24,7 @@ TEMPLATE = "prompt: a cat\ncount: 1000000\njob: {campaign: spring}\n"
 
 pytestmark = [
     pytest.mark.usefixtures("cancel_at_once"),
-    pytest.mark.parametrize("storage_settings", ["local"], indirect=True),
+    local_only,
 ]
 
 

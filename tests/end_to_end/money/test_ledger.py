@@ -30,6 +30,7 @@ from fleet.monitor import prometheus
 from imagefleet.records import reader
 from imagefleet.storage.open import Storage
 from imagefleet.validation import JSONDict
+from storages import local_only
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "dashboards" / "grafana" / "cost.json"
@@ -76,7 +77,7 @@ StandInWorker = Callable[..., list[Any]]  # the fixture of conftest.py
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.parametrize("storage_settings", ["local"], indirect=True),
+    local_only,
 ]
 
 

@@ -18,11 +18,11 @@ from imagefleet.storage.settings import StorageSettings
 from imagefleet.validation import JSONDict
 from in_process import Imagefleet
 from storage_flags import flags
+from storages import local_only
 from worker.engine import contract
 
 RunWorker = Callable[..., Awaitable[None]]  # the fixture of conftest.py
 
-local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 
 CHAIN: JSONDict = {
     "prompt": "a house",

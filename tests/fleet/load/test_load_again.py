@@ -17,6 +17,7 @@ from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet, assert_refused
 from storage_flags import flags
+from storages import local_only
 
 MONDAY = "id,prompt\n1,a red house\n2,a blue fish\n"
 TUESDAY = "id,prompt\n1,a cat\n2,a dog\n"
@@ -151,7 +152,7 @@ def test_a_failed_job_that_was_exported_and_mended_is_sent(
     assert "a cat" in prompts_in(storage_settings)
 
 
-@pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+@local_only
 def test_a_storage_that_was_deleted_is_loaded_anew(
     load: Imagefleet, storage_settings: StorageSettings
 ):

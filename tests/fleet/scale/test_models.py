@@ -13,6 +13,7 @@ from fleet.scale import scaler
 from fleet.scale.decision import Goal
 from imagefleet.pricing import families
 from imagefleet.storage.open import Storage
+from storages import local_only
 
 GOAL = Goal(
     max_dollars=100,
@@ -24,7 +25,7 @@ GOAL = Goal(
 )
 
 
-@pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+@local_only
 @pytest.mark.parametrize(
     ("models", "counted"), [(None, 9), (["ours"], 5), (["none"], 2)]
 )
@@ -70,7 +71,7 @@ class Deployment:
         return SimpleNamespace(free=2000)
 
 
-@pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+@local_only
 async def test_a_job_of_sdxl_counts_by_its_seconds_of_work(
     storage: Storage, tmp_path, monkeypatch
 ):

@@ -11,6 +11,7 @@ from imagefleet import cancelled, withdrawal
 from imagefleet.records import outcomes, reader
 from imagefleet.records.batch import Watch
 from polling import until
+from storages import azurite_only, local_only
 
 TXT2IMG = "/sdapi/v1/txt2img"
 
@@ -259,7 +260,7 @@ async def test_hundreds_that_wait_cost_the_storage_what_ten_do(serve, monkeypatc
     await asyncio.gather(*map(leave, waiting))
 
 
-@pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+@local_only
 async def test_what_a_worker_of_this_process_has_ended_is_answered_without_a_poll(
     serve, monkeypatch
 ):
@@ -274,7 +275,7 @@ async def test_what_a_worker_of_this_process_has_ended_is_answered_without_a_pol
     assert (await waiting)[0] == 200
 
 
-@pytest.mark.parametrize("storage_settings", ["azurite"], indirect=True)
+@azurite_only
 async def test_a_worker_of_many_jobs_a_second_makes_no_more_looks_that_are_billed(
     serve,
 ):

@@ -13,6 +13,7 @@ from imagefleet.storage import bundle, dead_letter, dead_letter_queue
 from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import JobQueue, LeasedMessage
+from storages import local_only
 
 MISSING = errors.MissingFileError("there is no LoRA 'forest'")
 UNUSABLE = errors.UnusableFileError("the LoRA 'oil' does not fit")
@@ -66,7 +67,7 @@ async def test_a_replayed_job_is_unchanged_but_for_its_delivery_count(
     assert (await storage.poison.depth()).messages == 0
 
 
-@pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+@local_only
 @pytest.mark.parametrize(
     ("selection", "selected"),
     [

@@ -12,6 +12,7 @@ from drawing import draw, make_request
 from imagefleet import concurrency, errors
 from imagefleet.storage.open import Storage
 from packages import PlainPackages
+from storages import local_only
 from worker.engine import contract, load
 from worker.engine.slots import engine as slots
 from worker.pipeline import Pipeline
@@ -92,7 +93,7 @@ def test_a_vae_that_was_widened_is_no_fault(
 # The demo model in the whole pipeline
 
 
-@pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+@local_only
 async def test_a_bit_that_flips_while_a_worker_draws_ends_it_and_its_images_are_suspect(
     storage: Storage,
     worker_settings: Callable[..., WorkerSettings],

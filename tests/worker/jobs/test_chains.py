@@ -33,17 +33,10 @@ from messages import (
     records,
     redelivered,
 )
+from storages import local_only, on_both
 from worker.engine import contract
 from worker.jobs import chains
 from worker.stages import encode
-
-#: What does not depend on the storage is tested on one.
-local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
-
-#: Of the first set of tests on Azurite, beside what only Azure does.
-on_both = pytest.mark.parametrize(
-    "storage_settings", ["local", "azurite"], indirect=True
-)
 
 pytestmark = pytest.mark.usefixtures("soon")
 

@@ -22,20 +22,13 @@ from messages import (
     redelivered,
 )
 from polling import until
+from storages import local_only, on_both
 from worker.engine import contract
 from worker.jobs import in_flight
 from worker.jobs.in_flight import InFlightImage
 from worker.pipeline import ENCODE_BACKLOG
 from worker.stages.encode import ENCODERS, ENCODING
 from worker.stages.upload import UPLOADS, WAITING_PER_UPLOAD
-
-#: What does not depend on the storage is tested on one.
-local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
-
-#: Of the first set of tests on Azurite, beside what only Azure does.
-on_both = pytest.mark.parametrize(
-    "storage_settings", ["local", "azurite"], indirect=True
-)
 
 pytestmark = pytest.mark.usefixtures("soon")
 

@@ -26,17 +26,10 @@ from messages import (
     records,
     redelivered,
 )
+from storages import azurite_only, on_both
 from tokens import by_tokens
 
 pytestmark = pytest.mark.usefixtures("soon")
-
-azurite_only = pytest.mark.parametrize("storage_settings", ["azurite"], indirect=True)
-
-
-#: Of the first set of tests on Azurite, beside what only Azure does.
-on_both = pytest.mark.parametrize(
-    "storage_settings", ["local", "azurite"], indirect=True
-)
 
 
 async def prompts(storage: Storage) -> dict[str, str]:

@@ -18,6 +18,7 @@ from browsing import visible
 from imagefleet import errors
 from imagefleet.storage.open import Storage
 from imagefleet.telemetry import host
+from storages import local_only
 from worker.engine import contract
 from worker.gpu_thread import EngineThread
 from worker.models import change, checkpoints
@@ -25,9 +26,6 @@ from worker.models.change import WorkerModels
 from worker.models.checkpoints import Checkpoint
 from worker.pipeline import Pipeline
 from worker.settings import WorkerSettings
-
-#: What does not depend on the storage is tested on one.
-local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 
 MakeSettings = Callable[..., WorkerSettings]
 

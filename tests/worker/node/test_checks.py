@@ -14,10 +14,11 @@ from imagefleet import concurrency, errors
 from imagefleet.storage.open import Storage
 from imagefleet.validation import JSONDict
 from messages import blobs, message
+from storages import local_only
 from worker.engine import contract
 from worker.node import checks, quarantine, suspects
 
-pytestmark = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+pytestmark = local_only
 
 
 class Weights:

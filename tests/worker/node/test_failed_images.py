@@ -10,11 +10,10 @@ from benchmarks.stand_in import StandInEngine, draw_noise
 from imagefleet import errors
 from imagefleet.storage.open import Storage
 from messages import blobs, message
+from storages import local_only
 from worker.engine import contract
 
 Draw = Callable[[contract.ImageRequest], contract.Pixels]
-
-local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
 
 
 def nan(_: contract.ImageRequest) -> contract.Pixels:

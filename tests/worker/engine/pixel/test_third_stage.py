@@ -12,6 +12,7 @@ from families import tiny_families
 from imagefleet.storage.open import Storage
 from messages import message
 from pixel import tiny_cascade
+from storages import local_only
 from worker.engine import contract, load
 from worker.engine.slots import engine as slots
 from worker.node import start_up
@@ -50,7 +51,7 @@ def request_of() -> Any:
     return make
 
 
-@pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
+@local_only
 async def test_a_cascade_of_three_stages_ends_with_the_x4_upscaler(
     storage: Storage,
     run_pipeline,
