@@ -6,7 +6,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from imagefleet import errors
-from imagefleet.job.message import Job
+from imagefleet.job.message import Job, read_job
+from imagefleet.records.log import RecordLog
 from imagefleet.records.record import Record
 from imagefleet.storage.dead_letter import FailedJob, failed_job
 from imagefleet.storage.open import Storage
@@ -14,6 +15,8 @@ from imagefleet.storage.protocol import LeasedMessage
 from imagefleet.validation import JSONDict
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
+
+MISSING = errors.MissingFileError("there is no LoRA 'forest'")
 
 #: The digest of jobs that `sent_jobs` notes.
 DIGEST = "0" * 64
@@ -60,6 +63,24 @@ async def dead_letter(
     record = failed_job(message, job, error, worker, at, **more)
     await storage.poison.send([record.encode()])
     return record
+
+
+async def fail(
+    storage: Storage,
+    *job_ids: str,
+    error: errors.FleetError = MISSING,
+    campaign: str = "spring",
+) -> None:
+    """Sends jobs that fail as a worker's do: the poison queue, the record, the message."""
+    jobs = [Job(prompt="a cat", id=each, seed=1, campaign=campaign) for each in job_ids]
+    await storage.queue.send([job.to_message() for job in jobs])
+    records = []
+    for _ in job_ids:
+        (message,) = await storage.queue.receive(1, 60)
+        job = read_job(message.body, message.id)
+        records.append(await dead_letter(storage, message, job, error, "worker-1"))
+        await storage.queue.delete(message)
+    await RecordLog(storage.blobs, "worker-1").add(records)
 
 
 async def later(storage: Storage) -> None:

@@ -13,33 +13,10 @@ from imagefleet.storage import bundle, dead_letter, dead_letter_queue
 from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage
 from imagefleet.storage.protocol import JobQueue, LeasedMessage
+from made_records import MISSING, fail
 from storages import local_only
 
-MISSING = errors.MissingFileError("there is no LoRA 'forest'")
 UNUSABLE = errors.UnusableFileError("the LoRA 'oil' does not fit")
-
-
-async def add(
-    storage: Storage,
-    *job_ids: str,
-    error: errors.FleetError = MISSING,
-    campaign: str = "spring",
-) -> None:
-    jobs = {
-        each: Job(prompt="a cat", id=each, seed=1, campaign=campaign)
-        for each in job_ids
-    }
-    await storage.queue.send([job.to_message() for job in jobs.values()])
-    records = []
-    for _ in job_ids:
-        [message] = await storage.queue.receive(1, 60)
-        job = read_job(message.body, message.id)
-        failed = await made_records.dead_letter(
-            storage, message, job, error, "worker-1"
-        )
-        records.append(failed)
-        await storage.queue.delete(message)
-    await RecordLog(storage.blobs, "worker-1").add(records)
 
 
 async def ids(queue: JobQueue) -> Counter[str]:
@@ -54,7 +31,7 @@ async def ids(queue: JobQueue) -> Counter[str]:
 async def test_a_replayed_job_is_unchanged_but_for_its_delivery_count(
     storage: Storage,
 ):
-    await add(storage, "a")
+    await fail(storage, "a")
 
     swept = await dead_letter_queue.replay(storage, Selection())
 
@@ -83,9 +60,9 @@ async def test_a_replayed_job_is_unchanged_but_for_its_delivery_count(
 async def test_only_selected_jobs_are_replayed_and_the_others_stay_visible(
     storage: Storage, selection: Selection, selected: set[str]
 ):
-    await add(storage, "a")
-    await add(storage, "b", campaign="summer")
-    await add(storage, "c", error=UNUSABLE)
+    await fail(storage, "a")
+    await fail(storage, "b", campaign="summer")
+    await fail(storage, "c", error=UNUSABLE)
 
     listed = {each.id async for each in dead_letter_queue.recorded(storage, selection)}
     swept = await dead_letter_queue.replay(storage, selection)
@@ -97,8 +74,8 @@ async def test_only_selected_jobs_are_replayed_and_the_others_stay_visible(
 
 
 async def test_discarded_jobs_are_in_neither_queue(storage: Storage):
-    await add(storage, "a")
-    await add(storage, "b", campaign="summer")
+    await fail(storage, "a")
+    await fail(storage, "b", campaign="summer")
 
     swept = await dead_letter_queue.discard(storage, Selection(campaign="summer"))
 
@@ -110,7 +87,7 @@ async def test_discarded_jobs_are_in_neither_queue(storage: Storage):
 async def test_copies_of_a_message_after_a_lost_reply_are_deleted_with_it(
     storage: Storage,
 ):
-    await add(storage, "a", "b")
+    await fail(storage, "a", "b")
     [first, second] = [message async for message in visible(storage.poison)]
     await storage.poison.send([first.body, second.body, first.body])
 
@@ -125,7 +102,7 @@ async def test_copies_of_a_message_after_a_lost_reply_are_deleted_with_it(
 
 
 async def test_a_foreign_message_is_deleted_only_with_all_failed_jobs(storage: Storage):
-    await add(storage, "a", "b")
+    await fail(storage, "a", "b")
     await storage.poison.send(["what is this?"])
 
     assert (await dead_letter_queue.replay(storage, Selection(id="a"))).done == 1
@@ -140,8 +117,8 @@ async def test_a_foreign_message_is_deleted_only_with_all_failed_jobs(storage: S
 async def test_a_sweep_handles_more_than_one_page(
     storage: Storage,
 ):
-    await add(storage, *(f"a{number}" for number in range(40)))
-    await add(storage, *(f"b{number}" for number in range(40)), campaign="summer")
+    await fail(storage, *(f"a{number}" for number in range(40)))
+    await fail(storage, *(f"b{number}" for number in range(40)), campaign="summer")
 
     seen: list[int] = []
     swept = await dead_letter_queue.replay(
@@ -157,7 +134,7 @@ async def test_many_failed_jobs_are_replayed_in_few_messages_and_each_once(
     storage: Storage, monkeypatch
 ):
     monkeypatch.setattr(bundle, "jobs_per_bundle", lambda count: count // 5)
-    await add(storage, *(f"a{number}" for number in range(40)))
+    await fail(storage, *(f"a{number}" for number in range(40)))
 
     swept = await dead_letter_queue.replay(storage, Selection())
 
@@ -172,7 +149,7 @@ async def test_many_failed_jobs_are_replayed_in_few_messages_and_each_once(
 async def test_a_replay_ends_even_if_the_jobs_fail_again_meanwhile(
     storage: Storage,
 ):
-    await add(storage, *(f"a{number}" for number in range(10)))
+    await fail(storage, *(f"a{number}" for number in range(10)))
     send = storage.queues["normal"].send
 
     async def send_and_fail_again(bodies: Iterable[str]) -> list[LeasedMessage]:
@@ -196,7 +173,7 @@ async def test_a_replay_ends_even_if_the_jobs_fail_again_meanwhile(
 async def test_a_failed_send_to_the_job_queue_leaves_the_failed_jobs_visible(
     storage: Storage,
 ):
-    await add(storage, "a", "b")
+    await fail(storage, "a", "b")
 
     async def refuse(bodies: Iterable[str]) -> None:
         raise errors.TransientError
@@ -211,7 +188,7 @@ async def test_a_failed_send_to_the_job_queue_leaves_the_failed_jobs_visible(
 async def test_a_lease_that_expires_during_the_sweep_is_not_an_error(
     storage: Storage,
 ):
-    await add(storage, "a")
+    await fail(storage, "a")
     receive = storage.poison.receive
 
     async def stale(max_messages: int, lease_seconds: float) -> list[LeasedMessage]:

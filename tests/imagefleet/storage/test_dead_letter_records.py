@@ -21,24 +21,7 @@ from imagefleet.storage.dead_letter import Selection
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import JobQueue, LeasedMessage, Message
 from imagefleet.storage.settings import StorageSettings
-
-MISSING = errors.MissingFileError("there is no LoRA 'forest'")
-
-
-async def fail(storage: Storage, *job_ids: str, campaign: str = "spring") -> None:
-    """As workers do it: the poison queue, the record, the message."""
-    jobs = [Job(prompt="a cat", id=each, seed=1, campaign=campaign) for each in job_ids]
-    await storage.queue.send([job.to_message() for job in jobs])
-    records = []
-    for _ in job_ids:
-        (message,) = await storage.queue.receive(1, 60)
-        job = read_job(message.body, message.id)
-        failed = await made_records.dead_letter(
-            storage, message, job, MISSING, "worker-1"
-        )
-        records.append(failed)
-        await storage.queue.delete(message)
-    await RecordLog(storage.blobs, "worker-1").add(records)
+from made_records import fail
 
 
 async def listed(storage: Storage) -> Counter[str]:
