@@ -17,7 +17,7 @@ from imagefleet.records.ledger import Ledger
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings, job_queue
 from in_process import Imagefleet, assert_refused
-from storage_flags import flags
+from storages import flags
 
 TEMPLATE = """
 prompt: a {noun}

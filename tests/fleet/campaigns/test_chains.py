@@ -17,8 +17,7 @@ from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.validation import JSONDict
 from in_process import Imagefleet
-from storage_flags import flags
-from storages import local_only
+from storages import flags, local_only
 from worker.engine import contract
 
 RunWorker = Callable[..., Awaitable[None]]  # the fixture of conftest.py

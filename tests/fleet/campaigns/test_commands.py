@@ -16,7 +16,7 @@ from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.validation import JSONDict
 from in_process import Imagefleet, assert_refused
-from storage_flags import flags
+from storages import flags
 
 Result = TypeVar("Result")
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-import storage_flags
+import storages
 from imagefleet.storage.settings import StorageSettings
 
 
 @pytest.fixture
 def flags(storage_settings: StorageSettings) -> list[str]:
     """A folder, then Azurite."""
-    return storage_flags.flags(storage_settings)
+    return storages.flags(storage_settings)
 
 
 @pytest.fixture

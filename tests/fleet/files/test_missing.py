@@ -12,7 +12,7 @@ from imagefleet.signing import SigningKey
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import SignerSettings, StorageSettings
 from in_process import Imagefleet
-from storage_flags import flags
+from storages import flags
 
 JOBS = [
     {"prompt": "a <lora:known:0.5>, <lora:known:0.2>", "model": "sd-1.5"},

@@ -12,7 +12,7 @@ from imagefleet.signing import SigningKey, TrustedKeys
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet
-from storage_flags import flags
+from storages import flags
 from worker.files.library import FileLibrary, Source
 
 TENSORS = {

@@ -17,7 +17,7 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet, assert_refused, told
 from pixel import tiny_cascade
-from storage_flags import flags
+from storages import flags
 from worker.engine.pixel import text_stage, text_states
 from worker.files import manifest
 from worker.files.library import FileLibrary, Source

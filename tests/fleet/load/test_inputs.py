@@ -11,7 +11,7 @@ from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.validation import JSONDict
 from in_process import Imagefleet, assert_refused
-from storage_flags import flags
+from storages import flags
 
 
 def photos(folder: Path, *names: str) -> Path:

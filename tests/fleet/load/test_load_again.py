@@ -16,8 +16,7 @@ from imagefleet.records import ledger
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from in_process import Imagefleet, assert_refused
-from storage_flags import flags
-from storages import local_only
+from storages import flags, local_only
 
 MONDAY = "id,prompt\n1,a red house\n2,a blue fish\n"
 TUESDAY = "id,prompt\n1,a cat\n2,a dog\n"

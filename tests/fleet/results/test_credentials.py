@@ -27,7 +27,7 @@ from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.validation import JSONDict
 from in_process import Imagefleet
-from storage_flags import flags
+from storages import flags
 from stored_images import member, store_alone, store_pack
 from worker.stages import encode
 

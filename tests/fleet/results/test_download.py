@@ -24,7 +24,7 @@ from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.validation import JSONDict
 from in_process import Imagefleet
-from storage_flags import flags
+from storages import flags
 
 Add = Callable[..., Awaitable[Any]]
 

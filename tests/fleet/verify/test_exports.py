@@ -21,7 +21,7 @@ from imagefleet.signing import SigningKey
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.validation import JSONDict
 from in_process import Imagefleet
-from storage_flags import flags
+from storages import flags
 from stored_images import member as made_picture
 
 #: Verifies an export in a process without a storage: its exit code, and what it prints as JSON.

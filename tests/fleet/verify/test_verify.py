@@ -18,7 +18,7 @@ from imagefleet.job.message import read_job
 from imagefleet.storage.open import Storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.validation import JSONDict
-from storage_flags import flags
+from storages import flags
 from stored_images import member, store_pack
 from worker.engine import contract
 from worker.node import quarantine
