@@ -139,14 +139,14 @@ def test_what_is_in_the_way_of_the_cache_is_for_the_operator(tmp_path):
             loras.store("a", b"bytes")
     (tmp_path / "a.safetensors").mkdir()
     loras = disk_cache.DiskCache(tmp_path, 1000)
-    with pytest.raises(
-        errors.SetupError, match=r"a\.safetensors is a file in the place"
+    for use in (
+        lambda: loras.store("a", b"bytes"),
+        lambda: loras.drop(tmp_path / "a.safetensors"),
     ):
-        loras.store("a", b"bytes")
-    with pytest.raises(
-        errors.SetupError, match=r"a\.safetensors is a file in the place"
-    ):
-        loras.drop(tmp_path / "a.safetensors")
+        with pytest.raises(
+            errors.SetupError, match=r"a\.safetensors is a file in the place"
+        ):
+            use()
 
 
 @pytest.mark.parametrize("jump", [-DAY, DAY])

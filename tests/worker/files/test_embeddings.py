@@ -250,7 +250,7 @@ async def test_an_image_and_its_record_tell_the_embeddings_of_their_prompts(
             message(id="none", prompt="a house"),
         ]
     )
-    assert dict(pipeline.metrics.outcomes) == {"completed": 2}
+    assert pipeline.metrics.outcomes == {"completed": 2}
     texts = {}
     for name in ("two", "none"):
         path = tmp_path / f"{name}.png"
