@@ -24,8 +24,8 @@ EXPECTED = np.load(Path(__file__).with_name("a1111.npz"))
 
 
 class Case(NamedTuple):
-    image: Size
-    size: Size
+    image: Size = (64, 48)
+    size: Size = (32, 32)
     image_mode: str = "RGB"
     mask: Literal["disc", "corner", "none", "alpha"] | None = None
     mask_size: Size | None = None
@@ -38,67 +38,26 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(image=(40, 24), size=(32, 32)),
-    Case(image=(40, 24), size=(32, 32), mode=1),
-    Case(image=(40, 24), size=(32, 32), mode=2),
+    Case(image=(40, 24)),
+    Case(image=(40, 24), mode=1),
+    Case(image=(40, 24), mode=2),
     Case(image=(23, 61), size=(48, 40), mode=2),
     Case(image=(23, 61), size=(48, 40), mode=1),
     Case(image=(30, 30), size=(30, 30), image_mode="RGBA"),
     Case(image=(48, 40), size=(48, 40), mask="disc", full_res=False, fill=1),
-    Case(image=(48, 40), size=(32, 32), mask="disc", mode=1, full_res=False),
-    Case(
-        image=(48, 40),
-        size=(32, 32),
-        mask="disc",
-        mode=2,
-        blur=(2, 6),
-        full_res=False,
-        fill=2,
-    ),
-    Case(image=(64, 48), size=(32, 40), mask="disc", padding=3, fill=1),
-    Case(
-        image=(64, 48),
-        size=(40, 32),
-        mask="corner",
-        blur=(0, 0),
-    ),
-    Case(
-        image=(64, 48),
-        size=(32, 64),
-        mask="corner",
-        blur=(1, 1),
-        padding=8,
-        fill=3,
-    ),
-    Case(
-        image=(64, 48),
-        size=(32, 32),
-        mask="disc",
-        invert=1,
-        blur=(5, 0),
-    ),
-    Case(image=(64, 48), size=(32, 32), mask="none"),
-    Case(image=(64, 48), size=(32, 32), mask="none", full_res=False),
+    Case(image=(48, 40), mask="disc", mode=1, full_res=False),
+    Case(image=(48, 40), mask="disc", mode=2, blur=(2, 6), full_res=False, fill=2),
+    Case(size=(32, 40), mask="disc", padding=3, fill=1),
+    Case(size=(40, 32), mask="corner", blur=(0, 0)),
+    Case(size=(32, 64), mask="corner", blur=(1, 1), padding=8, fill=3),
+    Case(mask="disc", invert=1, blur=(5, 0)),
+    Case(mask="none"),
+    Case(mask="none", full_res=False),
     Case(
         image=(50, 40), size=(40, 40), mask="alpha", blur=(0, 3), full_res=False, fill=1
     ),
-    Case(
-        image=(64, 48),
-        size=(32, 32),
-        mask="disc",
-        mask_size=(40, 30),
-        mode=1,
-        full_res=False,
-        fill=1,
-    ),
-    Case(
-        image=(64, 48),
-        size=(32, 32),
-        mask="disc",
-        mask_size=(40, 30),
-        padding=2,
-        fill=1,
-    ),
+    Case(mask="disc", mask_size=(40, 30), mode=1, full_res=False, fill=1),
+    Case(mask="disc", mask_size=(40, 30), padding=2, fill=1),
 ]
 
 
