@@ -21,8 +21,6 @@ MakeSettings = Callable[..., WorkerSettings]  # the fixture of conftest.py
 
 LIMITS = NodeLimits(images_per_second=1.0)
 
-local_only = pytest.mark.parametrize("storage_settings", ["local"], indirect=True)
-
 
 class Clock:
     """A node's time and its engine's, set by the test."""
