@@ -24,99 +24,26 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
-TINY = ("--tiny", "--device", "cpu", "--out", "figures.json")
-
-ONE_THREAD = ("--device", "cpu", "--threads", "1")
+TINY = "--tiny --device cpu --out figures.json"
 
 #: The programs and the arguments with which they take seconds.
-PROGRAMS: dict[str, tuple[str, ...]] = {
-    "likeness.py": ("--jobs", "2", "--steps", "2"),
-    "families/measure.py": (
-        *TINY,
-        "--folder",
-        "models",
-        "--rows",
-        "sd2",
-        "--seconds",
-        "1",
-    ),
+PROGRAMS = {
+    "likeness.py": "--jobs 2 --steps 2",
+    "families/measure.py": f"{TINY} --folder models --rows sd2 --seconds 1",
     "scoring/few_steps.py": (
-        "--captions",
-        "2",
-        *ONE_THREAD,
-        "--picture",
-        "a.png",
-        "--curves",
-        ".",
-        "--out",
-        "a.json",
+        "--captions 2 --device cpu --threads 1 --picture a.png --curves . --out a.json"
     ),
-    "details.py": (
-        "--jobs",
-        "2",
-        "--pairs",
-        "1",
-        "--slots",
-        "2",
-        "--out",
-        "figures.json",
-    ),
-    "gpus.py": (
-        "--tiny",
-        "--counts",
-        "1",
-        "--seconds",
-        "3",
-        "--warm",
-        "1",
-        "--jobs",
-        "100",
-    ),
-    "library/gateway.py": (
-        "--pairs",
-        "1",
-        "--images",
-        "100",
-        "--seconds",
-        "1",
-        "--pictures",
-        "2",
-        "--out",
-        "figures.json",
-    ),
-    "fleet_sim.py": ("--warm-up",),
-    "klein/measure.py": (*TINY, "--folder", "models", "--seconds", "1"),
-    "ladder/measure.py": (
-        "--tiny",
-        "--dollars-per-hour",
-        "1",
-        "--seconds",
-        "0.5",
-        "--out",
-        "ladder.json",
-        "--picture",
-        "ladder.svg",
-    ),
-    "library/measure.py": (*TINY, "--pairs", "1", "--slots", "2"),
-    "library/strangers.py": (
-        "--seconds",
-        "8",
-        "--kinds",
-        "polls",
-        "--out",
-        "figures.json",
-    ),
-    "pixel/measure.py": (*TINY, "--folder", "models"),
-    "scoring/speed.py": ("--images", "20", "--processes", "1"),
-    "stages/img2img.py": (
-        *TINY,
-        "--folder",
-        "models",
-        "--seconds",
-        "1",
-        "--kinds",
-        "img2img",
-    ),
+    "details.py": "--jobs 2 --pairs 1 --slots 2 --out figures.json",
+    "gpus.py": "--tiny --counts 1 --seconds 3 --warm 1 --jobs 100",
+    "library/gateway.py": "--pairs 1 --images 100 --seconds 1 --pictures 2 --out figures.json",
+    "fleet_sim.py": "--warm-up",
+    "klein/measure.py": f"{TINY} --folder models --seconds 1",
+    "ladder/measure.py": "--tiny --dollars-per-hour 1 --seconds 0.5 --out a.json --picture a.svg",
+    "library/measure.py": f"{TINY} --pairs 1 --slots 2",
+    "library/strangers.py": "--seconds 8 --kinds polls --out figures.json",
+    "pixel/measure.py": f"{TINY} --folder models",
+    "scoring/speed.py": "--images 20 --processes 1",
+    "stages/img2img.py": f"{TINY} --folder models --seconds 1 --kinds img2img",
 }
 
 #: Programs with tests of their own, by these.
@@ -213,7 +140,7 @@ LITTLE: dict[str, JSONDict] = {
 @pytest.mark.usefixtures("few_steps", "groups_here")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_runs_with_little_to_do(program: str, run: Callable[..., str]):
-    printed = run(program, *PROGRAMS[program], **LITTLE.get(program, {}))
+    printed = run(program, *PROGRAMS[program].split(), **LITTLE.get(program, {}))
 
     assert printed
     assert "nan" not in printed.lower().split()

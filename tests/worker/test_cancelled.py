@@ -83,7 +83,7 @@ async def test_no_image_of_a_cancelled_campaign_is_begun_and_the_other_is_untouc
     drawn = engine.count("spring")
     assert 8 <= drawn < 8 + engine.capacity
     assert engine.count("autumn") == others == len(await blobs(storage, "autumn/"))
-    assert dict(pipeline.metrics.outcomes) == {
+    assert pipeline.metrics.outcomes == {
         "completed": others + drawn,
         "cancelled": many - drawn,
     }

@@ -20,10 +20,10 @@ from imagefleet.job.message import Job
 from imagefleet.pricing import prices
 from imagefleet.records import reader
 from imagefleet.signing import JobSigner, SigningKey
-from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.protocol import Clock
 from imagefleet.storage.settings import StorageSettings
+from messages import failed_jobs
 from worker.engine import contract
 
 HOUR = 3600
@@ -69,9 +69,7 @@ async def test_records_have_the_storages_time(storage: Storage, run_pipeline):
     assert image.started_at is not None
     for at in (image.at, ended.at, image.started_at):
         assert began_at <= at <= until
-    (message,) = [each async for each in visible(storage.poison)]
-    failed = dead_letter.FailedJob.parse(message.body)
-    assert failed is not None
+    (failed,) = await failed_jobs(storage)
     assert began_at <= failed.at <= until
 
 
@@ -120,9 +118,7 @@ async def test_a_signature_ends_by_the_storages_clock(
             [Job(prompt="a", id=name).to_message(JobSigner(key, ended))]
         )
     await run_pipeline(trusted_key=key.public)
-    (message,) = [each async for each in visible(storage.poison)]
-    failed = dead_letter.FailedJob.parse(message.body)
-    assert failed is not None
+    (failed,) = await failed_jobs(storage)
     assert (failed.id, failed.error) == ("past", "UntrustedJobError")
 
 

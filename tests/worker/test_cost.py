@@ -37,6 +37,8 @@ TICK_SECONDS = 0.1
 #: Much, so that short times cost more than floats' last digits.
 DOLLARS_PER_SECOND = 0.25
 
+PRICED = Replica("RTX 4090 24GB", 3600 * DOLLARS_PER_SECOND, prices.FREE_STORAGE)
+
 StoreImages = Callable[..., Awaitable[None]]  # the same
 
 #: Prices at which storage matters as in production, where an image takes ten times as long.
@@ -120,7 +122,6 @@ async def test_start_up_idle_and_busy_add_up_to_the_whole(
     monkeypatch,
 ):
     await storage.queue.send(message(id=f"j{number}") for number in range(12))
-    runs_on = Replica("RTX 4090 24GB", 3600 * DOLLARS_PER_SECOND, prices.FREE_STORAGE)
 
     moments: list[float] = []
 
@@ -134,7 +135,7 @@ async def test_start_up_idle_and_busy_add_up_to_the_whole(
             return super().tick()
 
     began_at = time.monotonic()
-    pipeline = await run_pipeline(load=Noting, runs_on=runs_on)
+    pipeline = await run_pipeline(load=Noting, runs_on=PRICED)
     ended_at = time.monotonic()
     monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: ended_at))
     seen = values(pipeline.cost)
@@ -159,7 +160,7 @@ async def test_an_image_that_is_stored_already_is_wasted_as_a_duplicate(
     await store_images(message(id="a"))
     pipeline = await run_pipeline(
         StandInEngine(tick_seconds=0.1),
-        runs_on=Replica("x", 3600 * DOLLARS_PER_SECOND, prices.FREE_STORAGE),
+        runs_on=PRICED,
     )
     seen = values(pipeline.cost)
 
@@ -171,9 +172,7 @@ async def test_an_image_that_is_stored_already_is_wasted_as_a_duplicate(
     assert seen["imagefleet_wasted_dollars_total:failed"] == 0
 
 
-async def test_images_of_failed_jobs_are_wasted_as_failed(
-    storage: Storage, run_pipeline
-):
+async def test_images_of_failed_jobs_are_wasted_as_failed(run_pipeline):
     def draw(request: contract.ImageRequest) -> contract.Pixels:
         if str(request.prompt) == "flat":
             return np.zeros((16, 16, 3), np.uint8)
@@ -184,7 +183,7 @@ async def test_images_of_failed_jobs_are_wasted_as_failed(
     pipeline = await run_pipeline(
         StandInEngine(tick_seconds=0.05, draw=draw),
         sent=[message(prompt=each) for each in ("flat", "broken", "good")],
-        runs_on=Replica("x", 3600 * DOLLARS_PER_SECOND, prices.FREE_STORAGE),
+        runs_on=PRICED,
         max_attempts=1,
     )
     seen = values(pipeline.cost)
@@ -204,7 +203,7 @@ def test_wasted_dollars_never_decrease():
     engine_thread = FakeEngineThread()
     meter = CostMeter(
         engine_thread,
-        Replica("x", 3600 * DOLLARS_PER_SECOND, prices.FREE_STORAGE),
+        PRICED,
         Operations(),
         Clock(),
     )  # type: ignore[arg-type]

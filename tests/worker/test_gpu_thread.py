@@ -23,6 +23,10 @@ def prepared(seed: int) -> StandInPrepared:
     )
 
 
+async def submit(engine_thread: EngineThread, seed: int, **how: bool) -> bool:
+    return await engine_thread.submit(seed, prepared(seed), **how)
+
+
 def held_engine(
     capacity: int = 1,
 ) -> tuple[StandInEngine, threading.Event, threading.Event]:
@@ -54,9 +58,7 @@ async def engine_thread_with(
 async def test_every_ticket_gets_its_own_pixels_back():
     async with engine_thread_with(StandInEngine(capacity=3)) as engine_thread:
         for ticket in range(20):
-            submitting = asyncio.create_task(
-                engine_thread.submit(ticket, prepared(ticket))
-            )
+            submitting = asyncio.create_task(submit(engine_thread, ticket))
             if ticket < 3:
                 await submitting
         outcomes = {}
@@ -81,7 +83,7 @@ async def test_the_engine_is_loaded_and_used_on_one_thread_that_is_not_the_loops
         return StandInEngine(draw=draw)
 
     async with engine_thread_with(load) as engine_thread:
-        await engine_thread.submit(0, prepared(0))
+        await submit(engine_thread, 0)
         await engine_thread.finished()
     assert len(threads) == 1
     assert threading.get_ident() not in threads
@@ -100,7 +102,7 @@ async def test_an_error_while_loading_the_model_is_raised_by_start():
 async def test_a_tick_does_not_hold_up_the_event_loop():
     engine, drawing, may_end = held_engine()
     async with engine_thread_with(engine) as engine_thread:
-        await engine_thread.submit(0, prepared(0))
+        await submit(engine_thread, 0)
         await polling.until(drawing.is_set)
         await polling.turn(100)
         may_end.set()  # by the loop, which would never come to it
@@ -110,14 +112,13 @@ async def test_a_tick_does_not_hold_up_the_event_loop():
 async def test_an_urgent_request_goes_before_all_that_wait():
     engine, drawing, may_end = held_engine()
     async with engine_thread_with(engine) as engine_thread:
-        await engine_thread.submit(0, prepared(0))
+        await submit(engine_thread, 0)
         await polling.until(drawing.is_set)
         others = [
-            asyncio.create_task(engine_thread.submit(ticket, prepared(ticket)))
-            for ticket in (1, 2, 3)
+            asyncio.create_task(submit(engine_thread, ticket)) for ticket in (1, 2, 3)
         ]
         await polling.turn(10)
-        assert await engine_thread.submit(4, prepared(4), is_urgent=True)
+        assert await submit(engine_thread, 4, is_urgent=True)
         may_end.set()
         deliveries = [await engine_thread.finished() for _ in range(5)]
         await asyncio.gather(*others)
@@ -127,12 +128,12 @@ async def test_an_urgent_request_goes_before_all_that_wait():
 async def test_urgent_requests_without_end_leave_the_others_every_eighth_turn():
     engine, drawing, may_end = held_engine(capacity=20)
     async with engine_thread_with(engine) as engine_thread:
-        await engine_thread.submit(0, prepared(0))
+        await submit(engine_thread, 0)
         await polling.until(drawing.is_set)
         for ticket in range(1, 11):
-            await engine_thread.submit(ticket, prepared(ticket))
+            await submit(engine_thread, ticket)
         for ticket in range(100, 120):
-            await engine_thread.submit(ticket, prepared(ticket), is_urgent=True)
+            await submit(engine_thread, ticket, is_urgent=True)
         may_end.set()
         deliveries = [await engine_thread.finished() for _ in range(31)]
     drawn = [each.finished.ticket for each in deliveries]
@@ -153,9 +154,7 @@ async def test_as_many_may_wait_as_the_engine_holds_though_that_changes():
             blocked = None
             while blocked is None:
                 ticket = next(tickets)
-                submitting = asyncio.create_task(
-                    engine_thread.submit(ticket, prepared(ticket))
-                )
+                submitting = asyncio.create_task(submit(engine_thread, ticket))
                 await polling.turn(10)  # far more than one that may be queued takes
                 blocked = None if submitting.done() else submitting
             may_go_on.set()
@@ -189,7 +188,7 @@ async def test_an_engine_whose_images_are_not_taken_blocks_and_counts_it_as_back
         StandInEngine(capacity=1), backlog=2
     ) as engine_thread:
         for ticket in range(4):
-            await engine_thread.submit(ticket, prepared(ticket))
+            await submit(engine_thread, ticket)
         await polling.until(waits.is_set)
         assert engine_thread.clock.images == 3
         for _ in range(4):
@@ -200,9 +199,9 @@ async def test_an_engine_whose_images_are_not_taken_blocks_and_counts_it_as_back
 async def test_after_stop_accepting_only_what_has_begun_is_finished():
     engine, _, may_end = held_engine()
     async with engine_thread_with(engine) as engine_thread:
-        await engine_thread.submit(0, prepared(0))
+        await submit(engine_thread, 0)
         await polling.until(lambda: engine_thread.in_engine)
-        assert await engine_thread.submit(1, prepared(1))
+        assert await submit(engine_thread, 1)
         waiting = [
             asyncio.create_task(engine_thread.submit(2 + n, prepared(2)))
             for n in range(3)
@@ -210,7 +209,7 @@ async def test_after_stop_accepting_only_what_has_begun_is_finished():
         await polling.turn()
         assert engine_thread.stop_accepting() == [1]
         assert await asyncio.gather(*waiting) == [False, False, False]
-        assert not await engine_thread.submit(5, prepared(5))
+        assert not await submit(engine_thread, 5)
         may_end.set()
         assert (await engine_thread.finished()).finished.ticket == 0
         await engine_thread.call(
@@ -229,7 +228,7 @@ async def test_a_broken_engine_is_a_node_error_and_a_bug_too(error: Exception):
 
     async with engine_thread_with(StandInEngine(draw=draw)) as engine_thread:
         watching = asyncio.create_task(engine_thread.watch())
-        await engine_thread.submit(0, prepared(0))
+        await submit(engine_thread, 0)
         with pytest.raises(errors.NodeError, match="CUDA error"):
             await watching
 
@@ -240,7 +239,7 @@ async def test_an_engine_that_hangs_is_a_node_error(
     monkeypatch.setattr("worker.gpu_thread.STALL_SECONDS", 0.1)
     engine, _, may_end = held_engine()
     async with engine_thread_with(engine) as engine_thread:
-        await engine_thread.submit(0, prepared(0))
+        await submit(engine_thread, 0)
         with pytest.raises(errors.NodeError, match="it hangs"):
             await engine_thread.watch()
         may_end.set()
@@ -285,11 +284,11 @@ async def test_idle_time_counts_only_from_the_first_image_on(
         counted = engine_thread.clock
         await polling.until(lambda: clock.waits >= 2)
         assert not counted.idle_seconds
-        await engine_thread.submit(0, prepared(0))
+        await submit(engine_thread, 0)
         await engine_thread.finished()
         first = clock.waits_before_images[0]
         await polling.until(lambda: clock.waits >= first + 2)
-        await engine_thread.submit(1, prepared(1))
+        await submit(engine_thread, 1)
         await engine_thread.finished()
     idle = 3 * (clock.waits_before_images[1] - first)
     assert counted.busy_seconds == 2
@@ -322,13 +321,13 @@ async def test_taking_up_what_is_compiled_is_no_first_image(
             None,
         )
         assert engine_thread.engine is engine
-        await engine_thread.submit(0, prepared(0))
+        await submit(engine_thread, 0)
         await engine_thread.finished()
         assert clock.busy_seconds == 1
         assert clock.first_image_at is not None
         assert clock.full_speed_at is None, "something is compiled"
         engine.is_compiling = False
-        await engine_thread.submit(1, prepared(1))
+        await submit(engine_thread, 1)
         await engine_thread.finished()
         assert clock.full_speed_at is not None
         assert clock.full_speed_at > clock.first_image_at
@@ -342,12 +341,12 @@ async def test_a_worker_that_only_checked_itself_or_failed_has_no_first_image_an
 
     async with engine_thread_with(StandInEngine(draw=draw)) as engine_thread:
         assert await engine_thread.draw(prepared(0)) is not None
-        await engine_thread.submit(1, prepared(1))
+        await submit(engine_thread, 1)
         await engine_thread.finished()
         clock = engine_thread.clock
         assert clock.images == 2
         assert (clock.first_image_at, clock.full_speed_at) == (None, None)
-        await engine_thread.submit(2, prepared(2))
+        await submit(engine_thread, 2)
         await engine_thread.finished()
         assert clock.first_image_at == clock.full_speed_at
         assert clock.first_image_at is not None
@@ -441,7 +440,7 @@ async def test_a_worker_that_starts_again_has_figures_of_its_own_and_another_mod
 async def test_what_is_drawn_beside_jobs_is_not_among_their_images_and_ends_with_a_drain():
     engine, drawing, may_end = held_engine()
     async with engine_thread_with(engine) as engine_thread:
-        await engine_thread.submit(1, prepared(1))
+        await submit(engine_thread, 1)
         await asyncio.to_thread(drawing.wait)
         waiting = asyncio.create_task(engine_thread.draw(prepared(2)))
         await polling.turn()
@@ -450,7 +449,7 @@ async def test_what_is_drawn_beside_jobs_is_not_among_their_images_and_ends_with
         assert await engine_thread.draw(prepared(3)) is None
         may_end.set()
     async with engine_thread_with(StandInEngine()) as engine_thread:
-        await engine_thread.submit(1, prepared(1))
+        await submit(engine_thread, 1)
         assert await engine_thread.draw(prepared(2)) is not None
         assert (await engine_thread.finished()).finished.ticket == 1
 
@@ -463,7 +462,7 @@ async def test_a_call_runs_on_the_engines_thread_between_ticks_and_raises_its_er
         )
         with pytest.raises(ZeroDivisionError):
             await engine_thread.call(lambda: 1 / 0)
-        await engine_thread.submit(0, prepared(0))
+        await submit(engine_thread, 0)
         assert (await engine_thread.finished()).finished.ticket == 0
 
 
@@ -475,7 +474,7 @@ async def test_an_estimate_that_comes_behind_its_image_is_left_out():
 
     async with engine_thread_with(Late()) as engine_thread:
         for ticket in range(2):
-            await engine_thread.submit(ticket, prepared(ticket))
+            await submit(engine_thread, ticket)
             finished = (await engine_thread.finished()).finished
             assert (finished.ticket, finished.is_estimate) == (ticket, False)
 
@@ -484,7 +483,7 @@ async def test_a_call_is_answered_while_finished_images_wait_for_whoever_calls()
     """A judge that asks for the GPU takes no images meanwhile: both would wait for good."""
     async with engine_thread_with(StandInEngine(), backlog=1) as engine_thread:
         for ticket in range(3):
-            await engine_thread.submit(ticket, prepared(ticket))
+            await submit(engine_thread, ticket)
         # The first is delivered, the second waits for room.
         await polling.until(lambda: engine_thread.in_engine == 1)
         assert await engine_thread.call(lambda: 5) == 5

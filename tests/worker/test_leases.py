@@ -23,6 +23,12 @@ async def take(storage: Storage, keeper: LeaseKeeper, body: str = "a") -> Lease:
     return keeper.hold(message, leased_at)
 
 
+def counted(storage: Storage) -> tuple[LeaseKeeper, list[str]]:
+    """A keeper, and what has come of its renewals."""
+    results: list[str] = []
+    return LeaseKeeper(storage.queue, LEASE_SECONDS, on_renewal=results.append), results
+
+
 @contextlib.asynccontextmanager
 async def running(keeper: LeaseKeeper) -> AsyncIterator[None]:
     task = asyncio.create_task(keeper.run())
@@ -37,8 +43,7 @@ async def running(keeper: LeaseKeeper) -> AsyncIterator[None]:
 async def test_a_renewed_lease_outlives_its_time_and_no_other_worker_gets_the_message(
     storage: Storage,
 ):
-    results: list[str] = []
-    keeper = LeaseKeeper(storage.queue, LEASE_SECONDS, on_renewal=results.append)
+    keeper, results = counted(storage)
     async with running(keeper):
         lease = await take(storage, keeper)
         await polling.until(lambda: results.count("renewed") >= 3)
@@ -65,8 +70,7 @@ async def test_an_acknowledgement_during_renewals_never_uses_a_stale_receipt(
 async def test_a_lease_that_another_worker_took_over_is_lost_and_not_acknowledged(
     storage: Storage,
 ):
-    results: list[str] = []
-    keeper = LeaseKeeper(storage.queue, LEASE_SECONDS, on_renewal=results.append)
+    keeper, results = counted(storage)
     lease = await take(storage, keeper)
     # No keeper runs: the lease expires.
     (taken_over,) = await polling.until(lambda: storage.queue.receive(1, 30))
@@ -92,11 +96,10 @@ LOST_REPLY = errors.TransientError("the connection was dropped")
 async def test_a_lease_is_unknown_after_a_renewal_without_a_reply_until_the_next(
     storage: Storage, caplog, monkeypatch
 ):
-    results: list[str] = []
+    keeper, results = counted(storage)
     monkeypatch.setattr(
         storage.queue, "renew", failing(storage.queue.renew, LOST_REPLY, 1)
     )
-    keeper = LeaseKeeper(storage.queue, LEASE_SECONDS, on_renewal=results.append)
     lease = await take(storage, keeper)
     async with running(keeper):
         await polling.until(lambda: results[:1] == ["unknown"])
@@ -110,11 +113,10 @@ async def test_a_lease_is_unknown_after_a_renewal_without_a_reply_until_the_next
 async def test_an_outage_with_many_leases_is_one_warning(
     storage: Storage, caplog, monkeypatch
 ):
-    results: list[str] = []
+    keeper, results = counted(storage)
     monkeypatch.setattr(
         storage.queue, "renew", failing(storage.queue.renew, LOST_REPLY, 30)
     )
-    keeper = LeaseKeeper(storage.queue, LEASE_SECONDS, on_renewal=results.append)
     for number in range(10):
         await take(storage, keeper, f"m{number}")
     async with running(keeper):
@@ -135,8 +137,7 @@ async def test_a_permanently_refused_renewal_ends_the_keeper(
 
 
 async def test_a_dropped_lease_is_no_longer_renewed(storage: Storage):
-    results: list[str] = []
-    keeper = LeaseKeeper(storage.queue, LEASE_SECONDS, on_renewal=results.append)
+    keeper, results = counted(storage)
     lease = await take(storage, keeper)
     await take(storage, keeper, "b")  # whose turn comes after it
     keeper.drop(lease)

@@ -41,7 +41,7 @@ async def test_a_worker_keeps_no_file_open_and_adds_no_series_per_job(
         await pipeline.run(asyncio.Event(), asyncio.Event())
         assert len(await blobs(storage)) == JOBS
         assert (await storage.queue.depth()).messages == 0
-    assert dict(pipeline.metrics.outcomes) == {"completed": JOBS}
+    assert pipeline.metrics.outcomes == {"completed": JOBS}
     (series, descriptors, threads) = used[JOBS // 10]
     last = used[-1]
     assert last[0] == series

@@ -5,10 +5,9 @@ from collections import Counter
 from collections.abc import Callable
 
 from benchmarks.stand_in import StandInEngine
-from browsing import visible
-from imagefleet.storage import dead_letter
 from imagefleet.storage.open import open_storage
 from imagefleet.storage.settings import StorageSettings
+from messages import failures
 from worker import process
 from worker.settings import WorkerSettings
 
@@ -41,19 +40,15 @@ async def test_a_worker_without_a_container_of_files_draws_what_needs_none(
             load=lambda: StandInEngine(size=(64, 64)),
             on_settled=lambda outcome: outcomes.update([outcome]),
         )
-        poison = [
-            dead_letter.FailedJob.parse(each.body)
-            async for each in visible(storage.poison)
-        ]
+        failed = await failures(storage)
     assert outcomes == {"completed": 1, "failed": 2}
-    reasons = {failed.id: failed.reason for failed in poison if failed}
     assert (
         "no LoRA style.safetensors in loras/ of the container 'no-such-files'"
-        in reasons["lora"]
+        in failed["lora"].reason
     )
     assert (
         "there is no 'inputs/a.png' in the container 'no-such-files'"
-        in reasons["image"]
+        in failed["image"].reason
     )
     assert caplog.text.count("no files, and no list of what is cancelled: ") == 1
     assert "cannot be read" not in caplog.text

@@ -21,9 +21,6 @@ from messages import blobs, failed_jobs, failing, message
 from worker import gpu_thread
 from worker.engine import contract
 
-#: Beside images, what says something about jobs and workers.
-NOTES = ("-records/", "-models/", "-serving/")
-
 
 async def is_empty(storage: Storage) -> bool:
     return (await storage.queue.depth()).messages == 0
@@ -44,7 +41,7 @@ async def test_each_job_becomes_the_image_of_its_seed(storage: Storage, run_pipe
         image = Image.open(io.BytesIO(data))
         assert np.array_equal(np.asarray(image), draw_noise(request))
         assert f"Seed: {seed}," in image.info["parameters"]
-    assert dict(pipeline.metrics.outcomes) == {"completed": 20}
+    assert pipeline.metrics.outcomes == {"completed": 20}
     assert await is_empty(storage)
 
 
@@ -71,7 +68,7 @@ async def test_a_job_that_can_never_succeed_goes_to_the_poison_queue_at_once(
     assert record.attempts == 1
     assert record.worker == "test-worker"
     assert set(await blobs(storage)) == {"default/good.png"}
-    assert dict(pipeline.metrics.outcomes) == {"completed": 1, "failed": 1}
+    assert pipeline.metrics.outcomes == {"completed": 1, "failed": 1}
     assert await is_empty(storage)
 
 
@@ -139,7 +136,6 @@ async def test_one_failing_image_does_not_take_its_batch_along(
 
 
 async def test_an_image_of_one_colour_is_retried_and_never_stored(
-    storage: Storage,
     run_pipeline,
     monkeypatch,
 ):
@@ -348,7 +344,7 @@ async def test_until_empty_waits_for_what_a_dead_worker_still_leases(
     assert pipeline.metrics.outcomes == {"completed": 1}
 
 
-async def test_every_stage_of_a_job_is_counted(storage: Storage, run_pipeline):
+async def test_every_stage_of_a_job_is_counted(run_pipeline):
     pipeline = await run_pipeline(
         StandInEngine(capacity=4),
         sent=(message(id=f"j{number}") for number in range(40)),

@@ -16,7 +16,7 @@ from evaluation.gate.images import FolderImages
 from imagefleet.storage.open import Storage, open_storage
 from imagefleet.storage.settings import StorageSettings
 from imagefleet.validation import JSONDict
-from in_process import told
+from in_process import assert_refused, told
 
 pytestmark = pytest.mark.slow
 
@@ -126,8 +126,7 @@ def test_images_of_other_jobs_are_not_compared(
 
     ended = in_process("gate", "./a", "./b", *BY_PIXELS)
 
-    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert complaint in ended.stderr
+    assert_refused(ended, complaint)
 
 
 @pytest.mark.parametrize(("folder", "letter"), [(0, "A"), (1, "B")])
@@ -151,8 +150,7 @@ def test_a_damaged_image_is_named(in_process, folders: Folders):
 
     ended = in_process("gate", "./a", "./b", *BY_PIXELS)
 
-    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "b: house.png is damaged, or no image" in ended.stderr
+    assert_refused(ended, "b: house.png is damaged, or no image")
 
 
 def test_other_differences_of_the_jobs_are_said(
@@ -215,8 +213,7 @@ def test_what_cannot_be_compared_is_one_sentence(
 
     ended = in_process("gate", *arguments)
 
-    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert complaint in ended.stderr
+    assert_refused(ended, complaint)
     assert ended.stdout == ""
 
 

@@ -11,7 +11,7 @@ import torch
 
 from cli import console
 from imagefleet.validation import JSONDict
-from in_process import told
+from in_process import assert_refused, told
 from worker.engine import contract
 from worker.engine.slots.engine import SlotEngine
 
@@ -125,10 +125,7 @@ def test_a_job_that_cannot_be_drawn_is_named(in_process, drawn: Path, tmp_path):
 
     ended = in_process("gate", "float32", "slots=1", "--jobs", "fox.txt")
 
-    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "cannot be drawn" in ended.stderr
-    assert "fox" in ended.stderr
-    assert "--lora-directory" in ended.stderr
+    assert_refused(ended, "cannot be drawn", "fox", "--lora-directory")
 
 
 @pytest.mark.parametrize(
@@ -152,8 +149,7 @@ def test_a_job_that_takes_more_than_an_engine_is_refused(
     job = {"id": "fox", "prompt": "a fox", **fields}
     (tmp_path / "fox.jsonl").write_text(json.dumps(job))
     ended = in_process("gate", "float32", "slots=1", "--jobs", "fox.jsonl")
-    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert f"error: {reason}" in ended.stderr
+    assert_refused(ended, f"error: {reason}")
 
 
 def test_a_setting_that_changes_nothing_here_passes_nothing(
@@ -161,5 +157,4 @@ def test_a_setting_that_changes_nothing_here_passes_nothing(
 ):
     ended = in_process("gate", "float32", "fp16-accumulate", "--device", "cpu")
 
-    assert ended.returncode == console.EXIT_OPERATOR_MUST_ACT
-    assert "fp16-accumulate changes nothing on a CPU" in ended.stderr
+    assert_refused(ended, "fp16-accumulate changes nothing on a CPU")

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import subprocess
 from collections.abc import Callable
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -24,9 +23,6 @@ from in_process import told
 
 pytestmark = pytest.mark.slow
 
-Imagefleet = Callable[
-    ..., "subprocess.CompletedProcess[str]"
-]  # the fixture of conftest.py
 Figures = Callable[..., list[JSONDict]]
 
 

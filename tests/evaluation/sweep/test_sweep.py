@@ -216,7 +216,6 @@ def test_the_tokens_of_an_operator_suffice(
     in_process: Imagefleet,
     azurite_settings: StorageSettings,
     captions: Path,
-    tmp_path,
 ):
     async def messages() -> int:
         async with open_storage(azurite_settings) as owner:

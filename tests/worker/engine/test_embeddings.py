@@ -17,7 +17,7 @@ from worker.engine import contract, embeddings, text
 
 START = 49406
 END = 49407
-COMMA = 267
+
 WIDTHS = {"clip_l": 8}
 SDXL = {"clip_l": 8, "clip_g": 12}
 

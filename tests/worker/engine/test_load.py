@@ -23,6 +23,8 @@ from worker.settings import WorkerSettings
 
 CPU = torch.device("cpu")
 
+Pretend = Callable[..., None]
+
 
 def test_without_torch_the_error_says_what_to_install(monkeypatch, checkpoint: Path):
     for name in ("worker.engine.slots.engine", "worker.engine.checkpoint"):
@@ -76,7 +78,7 @@ def test_a_gpu_always_has_its_number(monkeypatch):
 
 
 @pytest.fixture
-def gpu(monkeypatch) -> Callable[..., None]:
+def gpu(monkeypatch) -> Pretend:
     """Makes torch one for *cuda* whose GPU works, or that says why none does."""
 
     def pretend(cuda: str | None, said: str = "", *, works: bool = False) -> None:
@@ -97,7 +99,7 @@ BROKEN = "CUDA unknown error"
 
 @pytest.mark.parametrize("name", ["auto", "cuda"])
 def test_a_driver_too_old_is_named_and_the_cpu_not_taken_for_the_gpu(
-    name: str, gpu: Callable[..., None]
+    name: str, gpu: Pretend
 ):
     gpu("13.0", TOO_OLD)
     too_old = (
@@ -109,7 +111,7 @@ def test_a_driver_too_old_is_named_and_the_cpu_not_taken_for_the_gpu(
 
 
 def test_on_a_rented_node_a_driver_too_old_is_the_nodes_fault(
-    gpu: Callable[..., None],
+    gpu: Pretend,
 ):
     gpu("13.0", TOO_OLD)
     with pytest.raises(errors.NodeError, match="too old"):
@@ -117,7 +119,7 @@ def test_on_a_rented_node_a_driver_too_old_is_the_nodes_fault(
 
 
 def test_a_gpu_that_the_driver_lists_and_torch_cannot_open_is_broken(
-    gpu: Callable[..., None],
+    gpu: Pretend,
 ):
     gpu("13.0", BROKEN)
     with pytest.raises(errors.NodeError, match="torch finds no CUDA GPU"):
@@ -128,7 +130,7 @@ def test_a_gpu_that_the_driver_lists_and_torch_cannot_open_is_broken(
     ("one_of_several", "fault"), [("0", errors.NodeError), (None, errors.SetupError)]
 )
 def test_a_worker_takes_such_a_gpu_for_broken_if_its_parent_chose_it(
-    gpu: Callable[..., None],
+    gpu: Pretend,
     checkpoint: Path,
     one_of_several: str | None,
     fault: type[Exception],
@@ -146,7 +148,7 @@ def test_a_worker_takes_such_a_gpu_for_broken_if_its_parent_chose_it(
     ("cuda", "said"), [(None, "Torch not compiled with CUDA"), ("13.0", TOO_OLD)]
 )
 def test_a_torch_or_driver_that_only_the_operator_can_change_is_not_the_gpus_fault(
-    cuda: str | None, said: str, gpu: Callable[..., None]
+    cuda: str | None, said: str, gpu: Pretend
 ):
     gpu(cuda, said)
     device.check_listed_gpu()
@@ -158,7 +160,7 @@ def test_a_torch_or_driver_that_only_the_operator_can_change_is_not_the_gpus_fau
     "set_by_user", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"]
 )
 def test_the_users_settings_of_torchs_allocator_stay(
-    gpu: Callable[..., None], monkeypatch, set_by_user: str | None
+    gpu: Pretend, monkeypatch, set_by_user: str | None
 ):
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     for name in names:
@@ -183,7 +185,7 @@ def test_the_users_settings_of_torchs_allocator_stay(
     ],
 )
 def test_a_machine_without_a_gpu_hears_nothing_of_drivers(
-    cuda: str | None, said: str, gpu: Callable[..., None], caplog
+    cuda: str | None, said: str, gpu: Pretend, caplog
 ):
     gpu(cuda, said)
     caplog.set_level("INFO")

@@ -16,22 +16,6 @@ BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_line
 LEADING = {**BETAS, "timestep_spacing": "leading", "steps_offset": 1}
 
 
-def diffusers_sample(
-    reference: Any,
-    steps: int,
-    noise: list[torch.Tensor],
-    timesteps: list[int] | None = None,
-) -> torch.Tensor:
-    reference.set_timesteps(steps)
-    latents = next(iter(noise)) * reference.init_noise_sigma
-    for timestep in torch.tensor(timesteps) if timesteps else reference.timesteps:
-        inputs = reference.scale_model_input(latents, timestep)
-        latents = reference.step(
-            stand_in(inputs, timestep), timestep, latents
-        ).prev_sample
-    return latents
-
-
 def test_zero_terminal_snr_is_diffusers_but_for_the_last_value():
     scheduler = DDIMScheduler(**BETAS, rescale_betas_zero_snr=True)
     ours = reading.rescale_to_zero_terminal_snr(alphas_cumprod()).float()
@@ -55,66 +39,57 @@ def test_plms_at_a1111s_timesteps_matches_diffusers(steps: int):
     reference = PNDMScheduler(**LEADING, skip_prk_steps=True)
     first, *others = a1111_timesteps(steps)
     timesteps = [first, first - 1000 // steps, *others]
-    theirs = diffusers_sample(reference, steps, noise, timesteps)
+    reference.set_timesteps(steps)
+    (theirs,) = noise
+    for timestep in torch.tensor(timesteps):
+        theirs = reference.step(
+            stand_in(theirs, timestep), timestep, theirs
+        ).prev_sample
     schedule = schedules.make_schedule("plms", steps, alphas_cumprod(), "epsilon")
     assert schedule.table[:, sampler.TIMESTEP].tolist() == timesteps
     assert relative_difference(sample(schedule, noise, stand_in), theirs) < 1e-5
 
 
+@pytest.mark.parametrize("eta", [None, 0.3, 1.0])
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
 @pytest.mark.parametrize("steps", TIMESTEP_COUNTS)
-def test_ddim_at_a1111s_timesteps_matches_diffusers(steps: int, prediction_type: str):
-    noise = noises(1)
+def test_ddim_at_a1111s_timesteps_matches_diffusers(
+    steps: int, prediction_type: str, eta: float | None
+):
+    noise = noises(steps + 20)
     reference = DDIMScheduler(
         **LEADING,
         prediction_type=prediction_type,
         set_alpha_to_one=False,
         clip_sample=False,
     )
+    reference.set_timesteps(steps)
     timesteps = a1111_timesteps(steps)
-    theirs = diffusers_sample(reference, steps, noise, timesteps)
-    schedule = schedules.make_schedule("ddim", steps, alphas_cumprod(), prediction_type)
+    theirs, *fresh = noise
+    for timestep, drawn in zip(timesteps, fresh, strict=False):
+        output = stand_in(theirs, torch.tensor(timestep))
+        theirs = reference.step(
+            output, timestep, theirs, eta=eta or 0.0, variance_noise=drawn
+        ).prev_sample
+    schedule = schedules.make_schedule(
+        "ddim", steps, alphas_cumprod(), prediction_type, samplers.Options(eta=eta)
+    )
+    assert all(schedule.noisy) == (eta is not None)
     assert schedule.table[:, sampler.TIMESTEP].tolist() == timesteps
     assert relative_difference(sample(schedule, noise, stand_in), theirs) < 1e-5
-
-
-@pytest.mark.parametrize("eta", [0.3, 1.0])
-@pytest.mark.parametrize("steps", [2, 20, 30])
-def test_ddims_eta_matches_diffusers(steps: int, eta: float):
-    noise = noises(steps + 10)
-    reference = DDIMScheduler(**LEADING, set_alpha_to_one=False, clip_sample=False)
-    reference.set_timesteps(steps)
-    fresh = iter(noise)
-    latents = next(fresh)
-    for timestep in a1111_timesteps(steps):
-        output = stand_in(latents, torch.tensor(timestep))
-        latents = reference.step(
-            output, timestep, latents, eta=eta, variance_noise=next(fresh)
-        ).prev_sample
-    given = samplers.Options(eta=eta)
-    schedule = schedules.make_schedule(
-        "ddim", steps, alphas_cumprod(), "epsilon", given
-    )
-    assert all(schedule.noisy)
-    assert relative_difference(sample(schedule, noise, stand_in), latents) < 1e-5
 
 
 def test_every_other_call_below_s_min_uncond_is_unguided():
     given = samplers.Options(s_min_uncond=2.0)
     schedule = schedules.make_schedule("euler", 10, alphas_cumprod(), "epsilon", given)
-    sigmas = (
-        schedules.make_schedule("euler", 10, alphas_cumprod(), "epsilon")
-        .table[:, 3]
-        .neg()
-    )
+    plain = schedules.make_schedule("euler", 10, alphas_cumprod(), "epsilon")
     assert schedule.unguided == tuple(
-        call % 2 == 1 and float(sigma) < 2.0 for call, sigma in enumerate(sigmas)
+        call % 2 == 1 and float(-sigma) < 2.0
+        for call, sigma in enumerate(plain.table[:, 3])
     )
     assert any(schedule.unguided)
     assert not all(schedule.unguided[1::2])
-    assert not any(
-        schedules.make_schedule("euler", 10, alphas_cumprod(), "epsilon").unguided
-    )
+    assert not any(plain.unguided)
 
 
 def missing_in_the_rows(name: str, steps: int) -> list[str]:

@@ -21,6 +21,8 @@ NO_VAE = (
     "cond_stage_model.transformer.x",
 )
 
+WHOLE = file_of(data=b"weights")
+
 MakeSettings = Callable[..., WorkerSettings]
 
 
@@ -118,6 +120,7 @@ def test_a_pickle_comes_with_the_command_that_converts_it(name: str, tmp_path):
         (b"anything else at all", "not a readable .safetensors file"),
         ((100).to_bytes(8, "little") + b'{"a"', "is cut off: it has 12 bytes"),
         ((5).to_bytes(8, "little") + b"{not}", "its header is not one"),
+        (WHOLE[:-1], f"it has {len(WHOLE) - 1} of {len(WHOLE)} bytes"),
     ],
 )
 def test_what_is_no_safetensors_file_is_called_what_it_is(
@@ -126,13 +129,6 @@ def test_what_is_no_safetensors_file_is_called_what_it_is(
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     assert reason in refusal(path)
-
-
-def test_a_cut_off_file_is_told_by_its_size(tmp_path):
-    path = tmp_path / "model.safetensors"
-    whole = file_of(data=b"weights")
-    path.write_bytes(whole[:-1])
-    assert f"it has {len(whole) - 1} of {len(whole)} bytes" in refusal(path)
 
 
 # Paths that do not exist, and hub ids

@@ -43,23 +43,29 @@ def test_boxes_are_the_pictures_surest_first_and_none_is_there_twice(tmp_path):
     assert len(find(path, "face", 0.1)) == 3
 
 
-def test_boxes_of_two_classes_are_of_two_things(tmp_path):
-    """As ultralytics' suppression of overlaps, which moves the boxes of classes apart."""
-    found = [(48, 32, 16, 16, 0.9, 0.1), (48.5, 32, 16, 16, 0.2, 0.8)]
-    path = write_detector(tmp_path / "both.onnx", found)
-    boxes = find(path, "both")
-    assert boxes[:, 4:].round(4).tolist() == [[0.9, 0], [0.8, 1]]
-
-
-def test_boxes_that_the_network_has_cleaned_all_stay(tmp_path):
-    """Of YOLO 10 and later: what it gives twice is found twice, as in ultralytics."""
-    found = [(40, 24, 56, 40, 0.9, 0), (40, 24, 56, 40, 0.8, 0), *[[0] * 6] * 5]
-    path = write_detector(tmp_path / "clean.onnx", found, is_clean=True)
-    boxes = find(path, "clean")
-    assert boxes[:, :5].round(4).tolist() == [
-        [160, 32, 224, 96, 0.9],
-        [160, 32, 224, 96, 0.8],
-    ]
+@pytest.mark.parametrize(
+    ("found", "is_clean", "expected"),
+    [
+        # Of two classes: ultralytics' suppression of overlaps moves their boxes apart.
+        (
+            [(48, 32, 16, 16, 0.9, 0.1), (48.5, 32, 16, 16, 0.2, 0.8)],
+            False,
+            [[160, 32, 224, 96, 0.9, 0], [162, 32, 226, 96, 0.8, 1]],
+        ),
+        # Of YOLO 10 and later: what it gives twice is found twice, as in ultralytics.
+        (
+            [(40, 24, 56, 40, 0.9, 0), (40, 24, 56, 40, 0.8, 0), *[[0] * 6] * 5],
+            True,
+            [[160, 32, 224, 96, 0.9], [160, 32, 224, 96, 0.8]],
+        ),
+    ],
+)
+def test_boxes_of_two_classes_or_of_a_network_that_cleans_them_all_stay(
+    found: list[Any], is_clean: bool, expected: list[list[float]], tmp_path
+):
+    path = write_detector(tmp_path / "face.onnx", found, is_clean=is_clean)
+    columns = len(expected[0])
+    assert find(path, "face")[:, :columns].round(4).tolist() == expected
 
 
 def test_a_network_of_outlines_is_refused_and_not_read_as_one_of_classes(tmp_path):

@@ -50,7 +50,7 @@ async def test_jobs_of_all_passes_are_drawn_beside_each_other(
         sent=(message(**fields, id=name) for name, fields in jobs.items()),
         load=lambda: load_engine(EngineSettings(model, "cpu", slots=4)),
     )
-    assert dict(pipeline.metrics.outcomes) == {"completed": len(jobs)}
+    assert pipeline.metrics.outcomes == {"completed": len(jobs)}
     found = {}
     for name in jobs:
         drawn = await image(storage, f"default/{name}.png")

@@ -97,7 +97,7 @@ async def test_a_chain_ends_with_what_the_network_makes_of_its_image(
     pipeline = await run_pipeline(
         sent=[json.dumps({**first, "then": then})], load=loads(model)
     )
-    assert dict(pipeline.metrics.outcomes) == {"completed": 3}
+    assert pipeline.metrics.outcomes == {"completed": 3}
     drawn, enlarged, cut = [
         await image(storage, f"default/{name}.png") for name in ("a", "a~s2", "a~s3")
     ]
@@ -135,10 +135,9 @@ async def test_a_first_job_enlarges_a_file_of_the_storage_and_keeps_its_text(
     await put(storage, "b.webp", file_of(picture(), "WEBP", lossless=True, exif=exif))
     jpeg = {"output": {"format": "jpeg"}}
     jobs = [upscaled(id="a"), upscaled(id="b", init_images=["b.webp"], **jpeg)]
-    await storage.queue.send(jobs)
     engine = StandInEngine(size=(64, 64))
-    pipeline = await run_pipeline(engine)
-    assert dict(pipeline.metrics.outcomes) == {"completed": 2}
+    pipeline = await run_pipeline(engine, sent=jobs)
+    assert pipeline.metrics.outcomes == {"completed": 2}
     plain = await image(storage, "default/a.png")
     kept = await image(storage, "default/b.jpg")
     assert plain.size == kept.size == (256, 192)
@@ -164,7 +163,7 @@ async def test_a_prompt_of_a_stage_that_enlarges_needs_none_of_its_files(
     pipeline = await run_pipeline(
         engine, sent=[upscaled(id="a", prompt="a <lora:nowhere:1>")]
     )
-    assert dict(pipeline.metrics.outcomes) == {"completed": 1}
+    assert pipeline.metrics.outcomes == {"completed": 1}
     (request,) = engine.drawn
     assert (request.width, request.height, request.loras) == (64, 48, ())
     assert request.upscale.whole == (256, 192)
@@ -203,7 +202,7 @@ async def test_what_cannot_be_enlarged_is_the_jobs_fault_and_says_why(
         StandInEngine(size=(64, 64)),
         sent=(upscaled(id=name, **fields) for name, (fields, _) in jobs.items()),
     )
-    assert dict(pipeline.metrics.outcomes) == {"failed": len(jobs)}
+    assert pipeline.metrics.outcomes == {"failed": len(jobs)}
     found = await failures(storage)
     assert {
         name: reason in found[name].reason for name, (_, reason) in jobs.items()
@@ -220,7 +219,7 @@ async def test_one_colour_after_a_cut_is_the_jobs_fault_and_not_the_nodes(
     pipeline = await run_pipeline(
         sent=[upscaled(id="a", upscaler_1="Lanczos", **cut)], load=loads(model)
     )
-    assert dict(pipeline.metrics.outcomes) == {"failed": 1}
+    assert pipeline.metrics.outcomes == {"failed": 1}
     assert (await failures(storage))[
         "a"
     ].reason == "what is left of the image is all one colour"

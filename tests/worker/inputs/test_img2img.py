@@ -46,50 +46,18 @@ CASES = [
     Case(image=(30, 30), size=(30, 30), image_mode="RGBA"),
     Case(image=(48, 40), size=(48, 40), mask="disc", full_res=False, fill=1),
     Case(image=(48, 40), mask="disc", mode=1, full_res=False),
-    Case(
-        image=(48, 40),
-        mask="disc",
-        mode=2,
-        blur=(2, 6),
-        full_res=False,
-        fill=2,
-    ),
+    Case(image=(48, 40), mask="disc", mode=2, blur=(2, 6), full_res=False, fill=2),
     Case(size=(32, 40), mask="disc", padding=3, fill=1),
-    Case(
-        size=(40, 32),
-        mask="corner",
-        blur=(0, 0),
-    ),
-    Case(
-        size=(32, 64),
-        mask="corner",
-        blur=(1, 1),
-        padding=8,
-        fill=3,
-    ),
-    Case(
-        mask="disc",
-        invert=1,
-        blur=(5, 0),
-    ),
+    Case(size=(40, 32), mask="corner", blur=(0, 0)),
+    Case(size=(32, 64), mask="corner", blur=(1, 1), padding=8, fill=3),
+    Case(mask="disc", invert=1, blur=(5, 0)),
     Case(mask="none"),
     Case(mask="none", full_res=False),
     Case(
         image=(50, 40), size=(40, 40), mask="alpha", blur=(0, 3), full_res=False, fill=1
     ),
-    Case(
-        mask="disc",
-        mask_size=(40, 30),
-        mode=1,
-        full_res=False,
-        fill=1,
-    ),
-    Case(
-        mask="disc",
-        mask_size=(40, 30),
-        padding=2,
-        fill=1,
-    ),
+    Case(mask="disc", mask_size=(40, 30), mode=1, full_res=False, fill=1),
+    Case(mask="disc", mask_size=(40, 30), padding=2, fill=1),
 ]
 
 

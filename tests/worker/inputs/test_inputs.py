@@ -44,6 +44,11 @@ def disc(width: int, height: int) -> Image.Image:
     )
 
 
+@pytest.fixture
+def engine() -> Drawing:
+    return Drawing(size=(64, 64))
+
+
 async def put(
     storage: Storage, name: str, data: bytes, container: str = "files"
 ) -> None:
@@ -52,7 +57,7 @@ async def put(
 
 
 async def test_an_image_may_be_a_file_a_result_or_in_the_message(
-    storage: Storage, run_pipeline
+    storage: Storage, run_pipeline, engine: Drawing
 ):
     images = {
         "file": picture(64, 64, 1),
@@ -66,19 +71,20 @@ async def test_an_image_may_be_a_file_a_result_or_in_the_message(
         "result": "images/default/0001.png",
         "own": "data:image/png;base64," + in_base64(images["own"]),
     }
-    await storage.queue.send(
-        message(
-            id=name,
-            prompt=name,
-            init_images=[source],
-            batch_size=2,
-            denoising_strength=0.4,
-        )
-        for name, source in sources.items()
+    pipeline = await run_pipeline(
+        engine,
+        sent=(
+            message(
+                id=name,
+                prompt=name,
+                init_images=[source],
+                batch_size=2,
+                denoising_strength=0.4,
+            )
+            for name, source in sources.items()
+        ),
     )
-    engine = Drawing(size=(64, 64))
-    pipeline = await run_pipeline(engine)
-    assert dict(pipeline.metrics.outcomes) == {"completed": 3}
+    assert pipeline.metrics.outcomes == {"completed": 3}
     assert len(engine.drawn) == 6
     for request in engine.drawn:
         init = request.init
@@ -92,6 +98,7 @@ async def test_an_image_may_be_a_file_a_result_or_in_the_message(
 async def test_an_image_of_another_campaign_is_read_only_where_a_setting_opens_it(
     storage: Storage,
     run_pipeline,
+    engine: Drawing,
     opened: str,
 ):
     await put(storage, "secret/s.png", image_file(picture(64, 64)), "images")
@@ -110,9 +117,11 @@ async def test_an_image_of_another_campaign_is_read_only_where_a_setting_opens_i
     await storage.queue.send(
         message(id=name, campaign="spring", **fields) for name, fields in jobs.items()
     )
-    await storage.queue.send([message(id="own", campaign="spring", **own)])
-    engine = Drawing(size=(64, 64))
-    await run_pipeline(engine, input_campaigns=opened)
+    await run_pipeline(
+        engine,
+        input_campaigns=opened,
+        sent=[message(id="own", campaign="spring", **own)],
+    )
     found = await failures(storage)
     assert len(engine.drawn) == (1 if opened == "own" else 4)
     assert found.keys() == (jobs.keys() if opened == "own" else set())
@@ -125,7 +134,7 @@ async def test_an_image_of_another_campaign_is_read_only_where_a_setting_opens_i
 
 
 async def test_an_image_has_whole_cells_of_the_size_that_is_asked_for(
-    storage: Storage, run_pipeline
+    storage: Storage, run_pipeline, engine: Drawing
 ):
     """Also one with a mask, whose borders outside of them are left out."""
     source = picture(200, 120)
@@ -134,11 +143,9 @@ async def test_an_image_has_whole_cells_of_the_size_that_is_asked_for(
     await put(storage, "inputs/mask.png", image_file(mask))
     masked = {"init_images": ["a.png"], "mask": "mask.png", "inpaint_full_res": False}
     size = {"width": 79, "height": 69}
-    await storage.queue.send(
-        [message(id="j", **size), message(id="k", **size, **masked)]
+    await run_pipeline(
+        engine, sent=[message(id="j", **size), message(id="k", **size, **masked)]
     )
-    engine = Drawing(size=(64, 64))
-    await run_pipeline(engine)
     assert {(each.width, each.height) for each in engine.drawn} == {(79, 69)}
     for name in "jk":
         found = await image(storage, f"default/{name}.png")
@@ -153,6 +160,7 @@ async def test_an_image_has_whole_cells_of_the_size_that_is_asked_for(
 async def test_a_second_pass_gets_its_size_and_its_upscaler(
     storage: Storage,
     run_pipeline,
+    engine: Drawing,
     lora_bytes: Callable[[str], bytes],
 ):
     await put(storage, "upscalers/4x_Sharp.safetensors", lora_bytes("weights"))
@@ -165,14 +173,13 @@ async def test_a_second_pass_gets_its_size_and_its_upscaler(
         "denoising_strength": 0.6,
     }
     plain_fields = {"enable_hr": True, "eta_ancestral": 0.5, "sampler_name": "DDIM"}
-    await storage.queue.send(
-        [
+    await run_pipeline(
+        engine,
+        sent=[
             message(id="j", **hires),
             message(id="k", **plain_fields, hr_sampler_name="Euler a"),
-        ]
+        ],
     )
-    engine = Drawing(size=(64, 64))
-    await run_pipeline(engine)
     passes = {request.hires for request in engine.drawn}
     (found,) = (each for each in passes if each and each.upscaler_path)
     (plain,) = (each for each in passes if each and not each.upscaler_path)
@@ -195,6 +202,7 @@ async def test_a_second_pass_gets_its_size_and_its_upscaler(
 async def test_a_vae_is_found_by_its_name_and_written_into_the_image(
     storage: Storage,
     run_pipeline,
+    engine: Drawing,
     lora_bytes: Callable[[str], bytes],
 ):
     data = lora_bytes("weights")
@@ -205,11 +213,9 @@ async def test_a_vae_is_found_by_its_name_and_written_into_the_image(
         {"sd_vae": "Automatic", "tiling": None},
         {"sd_vae": "sharpe"},
     ]
-    await storage.queue.send(
-        message(id=f"j{at}", **each) for at, each in enumerate(jobs)
+    await run_pipeline(
+        engine, sent=(message(id=f"j{at}", **each) for at, each in enumerate(jobs))
     )
-    engine = Drawing(size=(64, 64))
-    await run_pipeline(engine)
     named = {
         request.vae and (request.vae.name, request.vae.path) for request in engine.drawn
     }
@@ -231,7 +237,7 @@ async def test_a_vae_is_found_by_its_name_and_written_into_the_image(
 
 
 async def test_other_checkpoints_are_fetched_by_name_once_and_the_engines_own_is_its_own(
-    storage: Storage, run_pipeline
+    storage: Storage, run_pipeline, engine: Drawing
 ):
     files = {
         "late": file_of(data=b"late"),
@@ -257,11 +263,9 @@ async def test_other_checkpoints_are_fetched_by_name_once_and_the_engines_own_is
         {"refiner_checkpoint": "lora"},
         {"refiner_checkpoint": "xl"},
     ]
-    await storage.queue.send(
-        message(id=f"j{at}", **each) for at, each in enumerate(jobs)
+    await run_pipeline(
+        engine, sent=(message(id=f"j{at}", **each) for at, each in enumerate(jobs))
     )
-    engine = Drawing(size=(64, 64))
-    await run_pipeline(engine)
     found = [
         (request.hires and request.hires.checkpoint, request.refiner)
         for request in engine.drawn
@@ -292,6 +296,7 @@ async def test_other_checkpoints_are_fetched_by_name_once_and_the_engines_own_is
 async def test_a_controlnet_gets_its_map_in_the_jobs_size(
     storage: Storage,
     run_pipeline,
+    engine: Drawing,
     lora_bytes: Callable[[str], bytes],
 ):
     await put(storage, "controlnets/canny.safetensors", lora_bytes("weights"))
@@ -303,9 +308,7 @@ async def test_a_controlnet_gets_its_map_in_the_jobs_size(
         "guidance_end": 0.8,
     }
     scripts = {"ControlNet": {"args": [unit, {"enabled": False}]}}
-    await storage.queue.send([message(id="j", alwayson_scripts=scripts)])
-    engine = Drawing(size=(64, 64))
-    await run_pipeline(engine)
+    await run_pipeline(engine, sent=[message(id="j", alwayson_scripts=scripts)])
     ((control,),) = (request.controls for request in engine.drawn)
     assert (control.name, control.weight, control.start, control.end) == (
         "canny",
@@ -326,6 +329,7 @@ async def test_a_controlnet_gets_its_map_in_the_jobs_size(
 async def test_what_is_wrong_with_an_input_is_the_jobs_fault_and_says_which(
     storage: Storage,
     run_pipeline,
+    engine: Drawing,
     monkeypatch,
 ):
     monkeypatch.setattr("worker.inputs.reader.MAX_IMAGE_BYTES", 50_000)
@@ -362,11 +366,9 @@ async def test_what_is_wrong_with_an_input_is_the_jobs_fault_and_says_which(
             "no ControlNet nowhere.safetensors in controlnets/ of the container",
         ),
     }
-    await storage.queue.send(
-        message(id=name, **fields) for name, (fields, _) in jobs.items()
+    await run_pipeline(
+        engine, sent=(message(id=name, **fields) for name, (fields, _) in jobs.items())
     )
-    engine = Drawing(size=(64, 64))
-    await run_pipeline(engine)
     found = await failures(storage)
     assert found.keys() == jobs.keys()
     assert engine.drawn == []
@@ -419,14 +421,16 @@ async def test_an_image_in_a_pack_is_an_input_as_any_other(
     held = [member("a"), member("b")]
     await store_pack(storage, held)
     sources = {"b": "images/spring/b.png", "none": "images/spring/c.png"}
-    await storage.queue.send(
-        message(
-            id=name, campaign="spring", init_images=[source], denoising_strength=0.4
-        )
-        for name, source in sources.items()
-    )
     engine = Drawing(size=(32, 32))
-    await run_pipeline(engine)
+    await run_pipeline(
+        engine,
+        sent=(
+            message(
+                id=name, campaign="spring", init_images=[source], denoising_strength=0.4
+            )
+            for name, source in sources.items()
+        ),
+    )
 
     (request,) = engine.drawn
     expected = Image.open(io.BytesIO(held[1].data))

@@ -37,7 +37,7 @@ async def test_a_bundle_becomes_one_pack_one_append_and_no_other_blob(
     assert await blobs(storage) == []
     assert len([name async for name in storage.blobs.names("-records/")]) == 1
     assert not await faults(storage, NAMES)
-    assert dict(pipeline.metrics.outcomes) == {"completed": 8}
+    assert pipeline.metrics.outcomes == {"completed": 8}
     assert await is_empty(storage)
 
 
@@ -73,7 +73,7 @@ async def test_a_bad_job_goes_to_poison_alone_and_its_bundle_completes(
     assert failed.body == job(2)
     assert (await packed(storage)).ends == {"j2": ["failed"]}
     assert not await faults(storage, NAMES)
-    assert dict(pipeline.metrics.outcomes) == {"completed": 7, "failed": 1}
+    assert pipeline.metrics.outcomes == {"completed": 7, "failed": 1}
     assert await is_empty(storage)
 
 

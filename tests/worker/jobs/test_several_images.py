@@ -179,9 +179,8 @@ async def test_a_failed_image_fails_its_job_once_and_says_what_is_stored(
     def bad(request: contract.ImageRequest) -> errors.FleetError | None:
         return errors.JobError("it does not fit") if request.seed == 6 else None
 
-    await storage.queue.send([message(id="j", seed=0, batch_size=40)])
     engine = Drawing(bad, capacity=2, tick_seconds=0.03)
-    pipeline = await run_pipeline(engine)
+    pipeline = await run_pipeline(engine, sent=[message(id="j", seed=0, batch_size=40)])
     assert pipeline.metrics.outcomes == {"failed": 1}
     assert len(engine.seeds) < 30, "drawn on after it had failed"
     done = sorted(set(engine.seeds) - {6})
@@ -195,9 +194,8 @@ async def test_a_failed_image_fails_its_job_once_and_says_what_is_stored(
     )
     assert await counts(storage) == (len(done), 0, 1)
 
-    await storage.queue.send([failed.body or ""])  # as a replay does
     second = Drawing()
-    await run_pipeline(second)
+    await run_pipeline(second, sent=[failed.body or ""])
     assert sorted(second.seeds) == sorted(set(range(40)) - set(done))
     assert set(await blobs(storage)) == names(40)
     assert (await counts(storage))[1] == 1
@@ -313,9 +311,10 @@ async def test_hundreds_of_images_in_one_message_hold_little_memory_and_keep_the
             return super().tick()
 
     monkeypatch.setattr(in_flight, "InFlightImage", Tracked)
-    await storage.queue.send([message(id="j", seed=0, n_iter=400)])
     engine = Sampled(capacity=16, tick_seconds=0.1)
-    pipeline = await run_pipeline(engine, lease_seconds=2)
+    pipeline = await run_pipeline(
+        engine, lease_seconds=2, sent=[message(id="j", seed=0, n_iter=400)]
+    )
     assert pipeline.metrics.outcomes == {"completed": 1}
     assert sorted(engine.seeds) == list(range(400))
     before_files = 2 * engine.capacity + ENCODE_BACKLOG + ENCODERS + ENCODING

@@ -76,6 +76,9 @@ async def test_a_job_with_the_id_of_another_fails_and_both_are_named(
     (record,) = await failed_jobs(storage)
     jobs = {prompt: read_job(body, "m") for prompt, body in bodies.items()}
     assert (record.error, record.digest) == ("NameTakenError", jobs[second].digest)
+    assert json.loads(record.body or "")["prompt"] == second
+    listed = dead_letter_queue.recorded(storage, Selection())
+    assert [each.error async for each in listed] == ["NameTakenError"]
     assert (
         f"another job, of digest {jobs[first].digest[:12]}, that the first"
         in record.reason
@@ -100,8 +103,7 @@ async def test_a_job_of_several_images_and_one_of_a_single_one_meet(
         message(id="1", prompt="two", batch_size=2),
     ]
     for body in bodies if single_first else reversed(bodies):
-        await storage.queue.send([body])
-        await run_pipeline()
+        await run_pipeline(sent=[body])
     (record,) = await failed_jobs(storage)
     assert record.error == "NameTakenError"
     first = (await prompts(storage))["default/1.png"]
@@ -129,8 +131,9 @@ async def test_two_chains_of_one_id_meet_at_the_stage_in_which_they_differ(
     storage: Storage, run_pipeline
 ):
     for steps in (12, 13):
-        await storage.queue.send([message(id="1", steps=11, then=[{"steps": steps}])])
-        pipeline = await run_pipeline()
+        pipeline = await run_pipeline(
+            sent=[message(id="1", steps=11, then=[{"steps": steps}])]
+        )
     assert pipeline.metrics.outcomes == {"duplicate": 1, "failed": 1}
     (record,) = await failed_jobs(storage)
     assert (record.error, record.stage) == ("NameTakenError", 2)
@@ -261,14 +264,3 @@ async def test_a_second_drawing_of_another_job_is_none(
     pipeline = await run_pipeline(sent=[message(id="1", prompt="a dog", verify=True)])
     assert pipeline.metrics.outcomes == {"unverified": 1}
     assert await failed_jobs(storage) == []
-
-
-async def test_a_failed_job_is_not_completed_by_another_of_its_id(
-    storage: Storage, run_pipeline
-):
-    for prompt in ("a house", "a cat"):
-        await storage.queue.send([message(id="1", prompt=prompt)])
-        await run_pipeline()
-    listed = dead_letter_queue.recorded(storage, Selection())
-    assert [each.error async for each in listed] == ["NameTakenError"]
-    assert json.loads((await failed_jobs(storage))[0].body or "")["prompt"] == "a cat"

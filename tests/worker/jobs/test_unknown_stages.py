@@ -53,9 +53,8 @@ async def test_a_stage_that_is_sent_too_early_waits_for_its_input(
     storage: Storage, run_pipeline
 ):
     early = json.dumps(json.loads(chained()) | {"stage": {"number": 2, "message": "m"}})
-    await storage.queue.send([early, chained()])
     engine = Drawing()
-    pipeline = await run_pipeline(engine)
+    pipeline = await run_pipeline(engine, sent=[early, chained()])
     # The early message may come back while the job's own one draws the second stage; then both
     # draw it, and the job is still done once.
     assert set(engine.steps) == {11, 12, 13}

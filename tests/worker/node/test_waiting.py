@@ -53,20 +53,16 @@ async def test_a_worker_waits_for_what_the_operator_fixes(pauses: list[float]):
     assert attempts.waits == [True, False, True, False]
 
 
-async def test_pauses_grow_to_five_minutes(pauses: list[float]):
-    attempts = Attempts(*[errors.SetupError()] * 8, "done")
-    await attempts.run()
-
-    assert pauses == [5, 10, 20, 40, 80, 160, 300, 300]
-
-
-async def test_a_worker_that_has_worked_starts_to_wait_anew(
-    pauses: list[float],
+@pytest.mark.parametrize(
+    ("has_worked", "waited"),
+    [(False, [5, 10, 20, 40, 80, 160, 300, 300]), (True, [5] * 8)],
+)
+async def test_pauses_grow_to_five_minutes_and_begin_anew_once_it_has_worked(
+    pauses: list[float], has_worked: bool, waited: list[int]
 ):
-    attempts = Attempts(*[errors.SetupError()] * 4, "done")
-    await attempts.run(has_worked=lambda: True)
-
-    assert pauses == [5, 5, 5, 5]
+    attempts = Attempts(*[errors.SetupError()] * 8, "done")
+    await attempts.run(has_worked=lambda: has_worked)
+    assert pauses == waited
 
 
 async def test_the_waiting_ends(pauses: list[float], monkeypatch):

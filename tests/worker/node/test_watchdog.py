@@ -2,7 +2,6 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
@@ -10,7 +9,6 @@ from benchmarks.stand_in import StandInEngine
 from imagefleet import errors
 from imagefleet.job.passes.fields import Pass
 from imagefleet.storage.open import Storage
-from worker.engine import contract
 from worker.metrics import WorkerMetrics
 from worker.node import watchdog
 from worker.node.watchdog import NodeLimits, NodeWatchdog
@@ -146,47 +144,23 @@ def test_storage_that_is_down_is_not_the_nodes_fault(node: Node):
     assert node.window(images=100, busy_seconds=90, blocked=200) is None
 
 
-@pytest.fixture
-def run_watched(
-    storage: Storage,
-    worker_settings: MakeSettings,
-    monkeypatch,
-) -> Callable[..., Any]:
-    """Starts a pipeline on a node with a limit and short windows."""
-    monkeypatch.setattr(watchdog, "WINDOW_SECONDS", 0.15)
-
-    def start(engine: contract.Engine, stop: asyncio.Event) -> tuple[Pipeline, Any]:
-        metrics = WorkerMetrics()
-        pipeline = Pipeline(
-            storage,
-            lambda: engine,
-            worker_settings(until_empty=False, lease_seconds=300, prefetch_seconds=0),
-            metrics=metrics,
-            machine=Machine(limits=NodeLimits(images_per_second=1.0)),
-        )
-        return pipeline, asyncio.create_task(pipeline.run(stop, asyncio.Event()))
-
-    return start
-
-
-async def fill(storage: Storage, count: int = 200) -> None:
-    await storage.queue.send(
-        json.dumps({"prompt": "x", "id": f"j{n}"}) for n in range(count)
-    )
-
-
-def slow_engine() -> StandInEngine:
-    """Each image is a thousandth of a standard one; the start-up check passes it."""
-    return StandInEngine(tick_seconds=0.02)
-
-
 async def test_a_node_that_fails_three_times_is_given_up_and_hands_its_jobs_back(
-    storage: Storage, run_watched
+    storage: Storage, worker_settings: MakeSettings, monkeypatch
 ):
-    await fill(storage)
-    pipeline, running = run_watched(slow_engine(), asyncio.Event())
+    monkeypatch.setattr(watchdog, "WINDOW_SECONDS", 0.15)
+    await storage.queue.send(
+        json.dumps({"prompt": "x", "id": f"j{n}"}) for n in range(200)
+    )
+    # Each image is a thousandth of a standard one; the start-up check passes it.
+    engine = StandInEngine(tick_seconds=0.02)
+    pipeline = Pipeline(
+        storage,
+        lambda: engine,
+        worker_settings(until_empty=False, lease_seconds=300, prefetch_seconds=0),
+        machine=Machine(limits=LIMITS),
+    )
     with pytest.raises(errors.NodeError, match="images/s, less than 1"):
-        await running
+        await pipeline.run(asyncio.Event(), asyncio.Event())
 
     completed = pipeline.metrics.outcomes["completed"]
     assert not pipeline.ready

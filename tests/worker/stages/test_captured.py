@@ -65,8 +65,9 @@ async def test_a_captured_message_of_another_fleet_or_queue_of_the_same_key_is_n
         (JobSigner(key, elsewhere.scope), f"the fleet {elsewhere.scope.fleet()}"),
         (scoped(key, storage.scope, queue="tests"), "the queue tests, not for "),
     ):
-        await storage.queue.send([JOB.to_message(signer)])
-        pipeline = await run_pipeline(trusted_key=key.public)
+        pipeline = await run_pipeline(
+            trusted_key=key.public, sent=[JOB.to_message(signer)]
+        )
         assert pipeline.engine_thread.clock.images == 0
         assert f"is signed for {at}" in (await failed_jobs(storage))[-1].reason
 
@@ -143,4 +144,4 @@ async def test_a_signature_outlasts_priorities_and_moves_between_models_queues(
         sent=[each.to_message(signer) for each in strays], trusted_key=key.public
     )
 
-    assert dict(pipeline.metrics.outcomes) == {"completed": 3}
+    assert pipeline.metrics.outcomes == {"completed": 3}

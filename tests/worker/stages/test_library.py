@@ -27,6 +27,8 @@ from worker.stages.library import AsyncEngine, Engine
 
 ROOT = Path(__file__).parents[3]
 
+Make = Callable[..., Engine]
+
 #: Draws the demo, and ends after a picture while it draws others, without closing the engine.
 PROGRAM = """
 import itertools, os, signal, sys
@@ -51,7 +53,7 @@ def draw(request: contract.ImageRequest) -> contract.Pixels:
 
 
 @pytest.fixture
-def make(monkeypatch, tmp_path) -> Iterator[Callable[..., Engine]]:
+def make(monkeypatch, tmp_path) -> Iterator[Make]:
     """Makes an engine that draws noise."""
     made: list[Engine] = []
     monkeypatch.setattr(library.load, "load_engine", lambda _: StandInEngine(draw=draw))
@@ -66,7 +68,7 @@ def make(monkeypatch, tmp_path) -> Iterator[Callable[..., Engine]]:
         each.close()
 
 
-def test_a_list_of_prompts_is_drawn_each_once(make: Callable[..., Engine]):
+def test_a_list_of_prompts_is_drawn_each_once(make: Make):
     jobs = [imagefleet.Job(prompt=f"house {number}", n_iter=2) for number in range(20)]
 
     found = list(make().draw(jobs))
@@ -78,9 +80,7 @@ def test_a_list_of_prompts_is_drawn_each_once(make: Callable[..., Engine]):
     assert len({result.job.id for result in found}) == 20
 
 
-def test_a_job_that_fails_is_a_result_and_stops_no_other(
-    make: Callable[..., Engine], tmp_path
-):
+def test_a_job_that_fails_is_a_result_and_stops_no_other(make: Make, tmp_path):
     prompts = ["a", "broken", "b, <lora:nowhere:1>", "c"]
 
     found = list(
@@ -94,7 +94,7 @@ def test_a_job_that_fails_is_a_result_and_stops_no_other(
     assert failed["broken"] == "the prompt is broken"
 
 
-def test_detectors_are_found_in_a_folder(make: Callable[..., Engine], tmp_path):
+def test_detectors_are_found_in_a_folder(make: Make, tmp_path):
     # The second is drawn with another seed than the picture.
     found = [(16, 32, 12, 12, 0.9), (48, 32, 12, 12, 0.8)]
     write_detector(tmp_path / "face.onnx", found)
@@ -114,9 +114,7 @@ def test_detectors_are_found_in_a_folder(make: Callable[..., Engine], tmp_path):
     assert not changed[:16].any()
 
 
-def test_a_detector_that_is_replaced_is_read_anew(
-    make: Callable[..., Engine], tmp_path
-):
+def test_a_detector_that_is_replaced_is_read_anew(make: Make, tmp_path):
     engine = make(detectors=tmp_path)
     scripts = {"ADetailer": {"args": [{"ad_model": "face.pt"}]}}
     job = {"prompt": "a", "seed": 3, "width": 128, "height": 128}
@@ -133,7 +131,7 @@ def test_a_detector_that_is_replaced_is_read_anew(
 
 
 def test_a_source_that_never_ends_is_read_as_there_is_room(
-    make: Callable[..., Engine],
+    make: Make,
 ):
     read = itertools.count()
     engine = make()
@@ -149,7 +147,7 @@ def test_a_source_that_never_ends_is_read_as_there_is_room(
     ] == [1]
 
 
-async def test_a_slow_source_keeps_no_result_back(make: Callable[..., Engine]):
+async def test_a_slow_source_keeps_no_result_back(make: Make):
     make()  # for its stand-in
     goes_on = asyncio.Event()
 
@@ -166,7 +164,7 @@ async def test_a_slow_source_keeps_no_result_back(make: Callable[..., Engine]):
 
 
 def test_fields_are_drawn_as_jobs_and_what_is_neither_is_refused(
-    make: Callable[..., Engine],
+    make: Make,
 ):
     engine = make()
 
@@ -179,7 +177,7 @@ def test_fields_are_drawn_as_jobs_and_what_is_neither_is_refused(
         list(engine.draw(["a red house"]))  # type: ignore[list-item]
 
 
-def test_a_fork_is_refused_with_a_sentence(make: Callable[..., Engine], monkeypatch):
+def test_a_fork_is_refused_with_a_sentence(make: Make, monkeypatch):
     engine = make()
     with monkeypatch.context() as patched:
         patched.setattr(os, "getpid", lambda: -1)
@@ -187,7 +185,7 @@ def test_a_fork_is_refused_with_a_sentence(make: Callable[..., Engine], monkeypa
             list(engine.draw([imagefleet.Job(prompt="a")]))
 
 
-def test_a_broken_gpu_ends_the_drawing(make: Callable[..., Engine]):
+def test_a_broken_gpu_ends_the_drawing(make: Make):
     engine = make()
 
     with pytest.raises(errors.NodeError):
@@ -230,7 +228,7 @@ def test_the_demo_is_drawn_with_loras_of_its_own_in_one_call():
     assert len(pictures) == 4
 
 
-def test_a_fork_of_a_program_with_an_engine_ends(make: Callable[..., Engine]):
+def test_a_fork_of_a_program_with_an_engine_ends(make: Make):
     make()
 
     child = multiprocessing.get_context("fork").Process(target=lambda: None)
@@ -287,9 +285,7 @@ def test_ctrl_c_ends_a_drawing_without_a_second_exception(tmp_path):
     assert "During handling" not in told
 
 
-def test_a_lora_that_is_missing_is_told_in_words_of_the_library(
-    make: Callable[..., Engine], tmp_path
-):
+def test_a_lora_that_is_missing_is_told_in_words_of_the_library(make: Make, tmp_path):
     for folder, where in (
         (None, "no LoRA oil.safetensors: the LoRA folder is not set"),
         (tmp_path, f"no LoRA oil.safetensors in the LoRA folder {tmp_path}"),

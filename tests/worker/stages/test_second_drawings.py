@@ -107,11 +107,11 @@ async def test_a_second_drawing_that_fails_is_no_failed_job(
     assert pipeline.metrics.outcomes["failed"] == 0
 
 
-async def test_second_drawings_cost_time_but_are_no_images(
-    storage: Storage, run_pipeline
-):
-    await storage.queue.send([message(id="a"), message(id="b", verify=True)])
-    pipeline = await run_pipeline(StandInEngine(tick_seconds=0.05))
+async def test_second_drawings_cost_time_but_are_no_images(run_pipeline):
+    pipeline = await run_pipeline(
+        StandInEngine(tick_seconds=0.05),
+        sent=[message(id="a"), message(id="b", verify=True)],
+    )
     read = pipeline.metrics.registry.get_sample_value
     assert read("imagefleet_images_total") == 1
     assert read("imagefleet_jobs_total", {"outcome": "verified"}) == 1
@@ -134,7 +134,7 @@ async def test_what_took_an_images_name_has_the_workers_drawing_kept_beside_it(
         "a house", "", (), "euler_ancestral", 20, 7.0, 3, 16, 16
     )
     assert np.array_equal(drawn, draw_noise(request))
-    assert dict(pipeline.metrics.outcomes) == {"duplicate": 1}
+    assert pipeline.metrics.outcomes == {"duplicate": 1}
 
 
 async def test_a_worker_keeps_one_duplicate_of_an_image_and_none_of_a_second_drawing(

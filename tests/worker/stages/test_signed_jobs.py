@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 import signers
-from browsing import visible
 from imagefleet import errors
 from imagefleet.job.message import Job, read_job
 from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage import dead_letter
 from imagefleet.storage.deliveries import Deliveries
 from imagefleet.storage.open import Storage
-from messages import Drawing, blobs
+from messages import Drawing, blobs, failed_jobs
 from worker.files import manifest
 
 LoraBytes = Callable[[str], bytes]
@@ -37,12 +36,7 @@ def changed(body: str, **fields: Any) -> str:
 
 async def poisoned(storage: Storage) -> dict[str, dead_letter.FailedJob]:
     """The records of failed jobs by the message that a replay would send."""
-    records = {}
-    async for message in visible(storage.poison):
-        record = dead_letter.FailedJob.parse(message.body)
-        assert record is not None
-        records[record.body or ""] = record
-    return records
+    return {record.body or "": record for record in await failed_jobs(storage)}
 
 
 async def test_only_jobs_as_they_were_signed_are_generated(
@@ -74,7 +68,7 @@ async def test_only_jobs_as_they_were_signed_are_generated(
         ),
     }
     pipeline = await run_pipeline(sent=[good, *bad.values()], trusted_key=key.public)
-    assert dict(pipeline.metrics.outcomes) == {"completed": 1, "failed": len(bad)}
+    assert pipeline.metrics.outcomes == {"completed": 1, "failed": len(bad)}
     assert pipeline.engine_thread.clock.images == 1
     assert await blobs(storage, "c/") == ["c/good.png"]
     records = await poisoned(storage)
@@ -103,7 +97,7 @@ async def test_a_thief_who_renews_a_lease_cannot_change_the_job(
                 leased, body=Deliveries(known=1).write_to(leased.body)
             )
     pipeline = await run_pipeline(trusted_key=key.public)
-    assert dict(pipeline.metrics.outcomes) == {"completed": 1, "failed": 2}
+    assert pipeline.metrics.outcomes == {"completed": 1, "failed": 2}
     assert pipeline.engine_thread.clock.images == 1
     assert await blobs(storage, "c/") == ["c/j2.png"]
     assert {each.error for each in (await poisoned(storage)).values()} == {
@@ -112,14 +106,14 @@ async def test_a_thief_who_renews_a_lease_cannot_change_the_job(
 
 
 async def test_a_job_suspected_of_killing_workers_must_be_signed_too(
-    storage: Storage, run_pipeline, key: SigningKey, signer: JobSigner
+    storage: Storage, run_pipeline, key: SigningKey
 ):
     await storage.queue.send([job("unsigned").to_message()])
     for _ in range(3):
         (leased,) = await storage.queue.receive(1, 30)
         await storage.queue.release(leased)
     pipeline = await run_pipeline(trusted_key=key.public)
-    assert dict(pipeline.metrics.outcomes) == {"failed": 1}
+    assert pipeline.metrics.outcomes == {"failed": 1}
     assert pipeline.engine_thread.clock.images == 0
 
 
@@ -128,12 +122,14 @@ async def test_a_failed_job_keeps_the_signature_of_what_was_sent(
 ):
     sent = job("j", seed=5, metadata={"ü": 1}).to_message(signer)
     released = job("released", seed=5).to_message(signer)
-    await storage.queue.send(
-        [sent, Deliveries(known=2, failed=2).write_to(released) or ""]
-    )
     engine = Drawing(lambda _: errors.TransientError("the engine failed"))
-    pipeline = await run_pipeline(engine, trusted_key=key.public, max_attempts=1)
-    assert dict(pipeline.metrics.outcomes) == {"failed": 2}
+    pipeline = await run_pipeline(
+        engine,
+        trusted_key=key.public,
+        max_attempts=1,
+        sent=[sent, Deliveries(known=2, failed=2).write_to(released) or ""],
+    )
+    assert pipeline.metrics.outcomes == {"failed": 2}
     records = await poisoned(storage)
     assert sent in records, "to the byte"
     for body, record in records.items():
@@ -172,7 +168,7 @@ async def test_only_loras_of_the_signed_list_are_used_and_without_one_the_worker
         assert (await storage.poison.depth()).messages == 0
         return
     pipeline = await run_pipeline(trusted_key=key.public)
-    assert dict(pipeline.metrics.outcomes) == {"completed": 1, "failed": 2}
+    assert pipeline.metrics.outcomes == {"completed": 1, "failed": 2}
     assert await blobs(storage, "c/") == ["c/style.png"]
     reasons = {each.id: each.reason for each in (await poisoned(storage)).values()}
     for name in ("planted", "nowhere"):

@@ -17,6 +17,7 @@ from transformers import CLIPTokenizer
 
 import a1111
 import tiny_model
+from drawing import draw
 from families import tiny_families
 from imagefleet.job import clip
 from worker.engine import checkpoint as checkpoints
@@ -98,6 +99,12 @@ def family_engine(family_folder) -> Callable[[str], Any]:
             load.EngineSettings(family_folder(family), "cpu", slots=3)
         )
     )
+
+
+@pytest.fixture(scope="session")
+def draw_family(family_engine) -> Callable[[str, Any], Any]:
+    """The image of a request by a family's engine."""
+    return lambda family, request: draw(family_engine(family), request)[0]
 
 
 @pytest.fixture(scope="session")

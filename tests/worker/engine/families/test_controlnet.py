@@ -127,14 +127,14 @@ def test_several_controlnets_are_those_of_diffusers(
 
 
 def test_a_range_of_steps_is_that_of_diffusers_where_both_count_alike(
-    family_engine,
+    draw_family,
     network,
     steered,
     draw_steered,
 ):
     """Begun after two finished steps of 8 is begun in the fourth."""
     request = request_of(steered(0, "sd1", start=0.25, end=0.5), steps=8)
-    (image,) = draw(family_engine("sd1"), request)
+    image = draw_family("sd1", request)
     window = {"control_guidance_start": 3 / 8, "control_guidance_end": 6 / 8}
     theirs = draw_steered("sd1", network("sd1"), request, **window)
     assert difference(image, theirs) <= ROUNDING
@@ -143,7 +143,7 @@ def test_a_range_of_steps_is_that_of_diffusers_where_both_count_alike(
 
 
 def test_shuffle_steers_the_prompt_alone_and_by_means(
-    family_engine,
+    draw_family,
     network,
     make_control,
     family_folder,
@@ -153,7 +153,7 @@ def test_shuffle_steers_the_prompt_alone_and_by_means(
     path = tmp_path / "control_v11e_sd15_shuffle.safetensors"
     tiny_controlnets.build(path, family_folder("sd1"))
     request = request_of(make_control(path=path, weight=1.5))
-    (image,) = draw(family_engine("sd1"), request)
+    image = draw_family("sd1", request)
     pooled = tiny_controlnets.make(family_folder("sd1"))
     pooled.register_to_config(global_pool_conditions=True)
     assert difference(image, draw_steered("sd1", pooled, request)) <= ROUNDING

@@ -37,16 +37,16 @@ request_of = partial(make_request, prompt=WORDS, negative_prompt=OTHERS, seed=5)
 def test_images_are_those_of_diffusers(
     family: str,
     cfg_scale: float,
-    family_engine,
+    draw_family,
     family_pipeline,
 ):
     """Those without guidance as well, of which it draws one row, too."""
     request = request_of(cfg_scale=cfg_scale)
-    (image,) = draw(family_engine(family), request)
+    image = draw_family(family, request)
     pipeline = family_pipeline(family)
     assert difference(image, draw_in_diffusers(pipeline, request)) <= ROUNDING
     assert image.std() > 20, "not a uniform image"
-    (other,) = draw(family_engine(family), request_of(prompt="a boat"))
+    other = draw_family(family, request_of(prompt="a boat"))
     assert difference(image, other) > 20, "or the test shows nothing"
 
 
@@ -86,12 +86,12 @@ def test_an_lcm_models_image_depends_on_the_guidance_that_it_embeds(
 
 @pytest.mark.parametrize("width", [64, 96])
 def test_sdxls_image_depends_on_the_size_that_the_unet_is_told(
-    family_engine,
+    draw_family,
     family_pipeline,
     width: int,
 ):
     request = request_of(width=width)
-    (image,) = draw(family_engine("sdxl"), request)
+    image = draw_family("sdxl", request)
     pipeline = family_pipeline("sdxl")
     assert difference(image, draw_in_diffusers(pipeline, request)) <= ROUNDING
     told = draw_in_diffusers(pipeline, request, original_size=(512, 512))
@@ -99,17 +99,17 @@ def test_sdxls_image_depends_on_the_size_that_the_unet_is_told(
 
 
 def test_sdxls_empty_negative_prompt_is_zeros_as_in_automatic1111(
-    family_engine,
+    draw_family,
     family_pipeline,
 ):
     """In diffusers only a missing one is."""
     request = request_of(negative_prompt="")
-    (image,) = draw(family_engine("sdxl"), request)
+    image = draw_family("sdxl", request)
     pipeline = family_pipeline("sdxl")
     zeros = draw_in_diffusers(pipeline, request, negative_prompt=None)
     assert difference(image, zeros) <= ROUNDING
     assert difference(image, draw_in_diffusers(pipeline, request)) > ROUNDING
-    (blank,) = draw(family_engine("sdxl"), request_of(negative_prompt=" "))
+    blank = draw_family("sdxl", request_of(negative_prompt=" "))
     assert difference(blank, image) > ROUNDING, "a space is not an empty prompt there"
 
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from diffusers_pipelines import draw_in_diffusers
-from drawing import ROUNDING, difference, draw, make_request
+from drawing import ROUNDING, difference, make_request
 from imagefleet import errors
 from worker.engine import contract
 
@@ -28,7 +28,7 @@ def written(path: Path, tensors: dict[str, torch.Tensor]) -> contract.Embedding:
 @pytest.mark.parametrize("family", ["sd1", "sd2", "sdxl"])
 def test_images_with_an_embedding_are_those_of_diffusers(
     family: str,
-    family_engine,
+    draw_family,
     family_pipeline,
     tmp_path,
 ):
@@ -53,9 +53,9 @@ def test_images_with_an_embedding_are_those_of_diffusers(
         "steps": 2,
     }
     request = make_request(**settings, embeddings=(embedding,))
-    (image,) = draw(family_engine(family), request)
+    image = draw_family(family, request)
     assert difference(image, draw_in_diffusers(pipeline, request)) <= ROUNDING
-    (other,) = draw(family_engine(family), make_request(**settings))
+    other = draw_family(family, make_request(**settings))
     assert difference(image, other) > ROUNDING, "or the test shows nothing"
 
 

@@ -15,7 +15,7 @@ from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionXLImg2ImgPi
 import a1111
 import tiny_model
 from diffusers_pipelines import draw_in_diffusers, with_parts_of
-from drawing import ROUNDING, difference, draw, make_request
+from drawing import ROUNDING, difference, make_request
 from imagefleet.job.prompt import read_prompt
 from imagefleet.validation import JSONDict
 from worker.engine import contract
@@ -24,6 +24,9 @@ from worker.engine.passes import begin, upscaling
 HIRES = contract.HiresPass(
     width=128, height=128, denoising_strength=0.7, steps=5, upscaler="Latent"
 )
+
+#: The steps of that pass.
+TAKEN = begin.second_pass(5, 0.7)._asdict()
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +57,7 @@ def test_latent_upscalers_are_two_of_diffusers_pipelines(
     family: str,
     upscaler: str,
     how: JSONDict,
-    family_engine,
+    draw_family,
     family_pipeline,
 ):
     request = request_of({"upscaler": upscaler, "width": 96, "height": 96})
@@ -66,7 +69,7 @@ def test_latent_upscalers_are_two_of_diffusers_pipelines(
     second = with_parts_of(pipeline, kind)
     larger = dataclasses.replace(request, steps=7, width=96, height=96)
     theirs = draw_in_diffusers(second, larger, image=upscaled, strength=5.01 / 7)
-    (image,) = draw(family_engine(family), request)
+    image = draw_family(family, request)
     assert image.shape == (96, 96, 3)
     assert difference(image, theirs) <= ROUNDING
 
@@ -74,7 +77,7 @@ def test_latent_upscalers_are_two_of_diffusers_pipelines(
 @pytest.mark.parametrize("sampler", ["dpmpp_2m_karras", "plms"])
 def test_the_second_pass_may_have_another_sampler_prompt_and_guidance(
     sampler: str,
-    family_engine,
+    draw_family,
     family_pipeline,
     k_diffusion,
 ):
@@ -89,9 +92,8 @@ def test_the_second_pass_may_have_another_sampler_prompt_and_guidance(
     begins = a1111.interpolate(first_pass(pipeline, request), 128, 128, mode="bilinear")
     changed |= {"prompt": "a blue cat", "cfg_scale": 2 * request.cfg_scale}
     second = dataclasses.replace(request, width=128, height=128, **changed)
-    taken = begin.second_pass(5, 0.7)._asdict()
-    theirs = reference.decode(reference.img2img(second, begins, **taken))
-    (image,) = draw(family_engine("sd1"), request)
+    theirs = reference.decode(reference.img2img(second, begins, **TAKEN))
+    image = draw_family("sd1", request)
     assert difference(image, theirs) <= ROUNDING
 
 
@@ -110,7 +112,7 @@ def test_a_target_of_another_shape_is_cut_out_of_the_middle(
     width: int,
     height: int,
     size: tuple[int, int],
-    family_engine,
+    draw_family,
     family_pipeline,
     k_diffusion,
 ):
@@ -128,9 +130,8 @@ def test_a_target_of_another_shape_is_cut_out_of_the_middle(
         columns // 2 : begins.shape[3] - (columns + 1) // 2,
     ]
     second = dataclasses.replace(request, width=width, height=height)
-    taken = begin.second_pass(5, 0.7)._asdict()
-    latents = reference.img2img(second, begins, **taken, told=size)
-    (image,) = draw(family_engine(family), request)
+    latents = reference.img2img(second, begins, **TAKEN, told=size)
+    image = draw_family(family, request)
     assert image.shape == (height, width, 3)
     assert difference(image, reference.decode(latents)) <= ROUNDING
 
@@ -143,7 +144,7 @@ def test_other_upscalers_take_the_decoded_image(
     family: str,
     upscaler: str,
     whole: tuple[int, int],
-    family_engine,
+    draw_family,
     family_pipeline,
     k_diffusion,
 ):
@@ -154,17 +155,16 @@ def test_other_upscalers_take_the_decoded_image(
     small = reference.decode(first_pass(pipeline, request), rounds=False)
     large = upscaling.find(request.hires, lambda path: None).enlarge_pixels(small)
     second = dataclasses.replace(request, width=128, height=128)
-    taken = begin.second_pass(5, 0.7)._asdict()
-    latents = reference.img2img(second, reference.encode(large), **taken, told=whole)
-    (image,) = draw(family_engine(family), request)
+    latents = reference.img2img(second, reference.encode(large), **TAKEN, told=whole)
+    image = draw_family(family, request)
     assert difference(image, reference.decode(latents)) <= ROUNDING
-    (other,) = draw(family_engine(family), request_of())
+    other = draw_family(family, request_of())
     assert difference(image, other) > 20, "or the test shows nothing"
 
 
 def test_the_second_pass_is_drawn_with_the_loras_of_its_own_prompt_alone(
     family_folder,
-    family_engine,
+    draw_family,
     family_pipeline,
     k_diffusion,
     tmp_path,
@@ -185,6 +185,6 @@ def test_the_second_pass_is_drawn_with_the_loras_of_its_own_prompt_alone(
     pipeline.unload_lora_weights()
     pipeline.load_lora_weights(tmp_path, weight_name=second.path.name)
     larger = dataclasses.replace(request, width=128, height=128)
-    latents = reference.img2img(larger, begins, **begin.second_pass(5, 0.7)._asdict())
-    (image,) = draw(family_engine("sd1"), request)
+    latents = reference.img2img(larger, begins, **TAKEN)
+    image = draw_family("sd1", request)
     assert difference(image, reference.decode(latents)) <= ROUNDING

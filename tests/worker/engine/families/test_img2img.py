@@ -6,6 +6,7 @@ given, and it keeps what is outside a mask in the estimates, not in the noisy la
 reference is `a1111.Reference`.
 """
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,10 @@ from PIL import Image
 
 import a1111
 from diffusers_pipelines import draw_in_diffusers, with_parts_of
-from drawing import ROUNDING, difference, draw, make_request
+from drawing import ROUNDING, difference, make_request
 from imagefleet.validation import JSONDict
 from worker.engine import contract
 from worker.engine.passes import begin
-
-SIZE = 64
 
 SAMPLERS = ["euler_ancestral", "euler", "dpmpp_2m", "dpmpp_2m_karras", "ddim", "plms"]
 
@@ -67,7 +66,7 @@ def expected(
 def test_images_are_those_of_diffusers_pipeline(
     family: str,
     sampler: str,
-    family_engine,
+    draw_family,
     family_pipeline,
     reference,
     request_of,
@@ -80,7 +79,7 @@ def test_images_are_those_of_diffusers_pipeline(
     image = reference(family).encode(request.init.pixels)
     # int(0.6 * 8) is 4, and one more
     theirs = draw_in_diffusers(pipeline, request, image=image, strength=5.01 / 8)
-    (image,) = draw(family_engine(family), request)
+    image = draw_family(family, request)
     assert difference(image, theirs) <= ROUNDING
     assert difference(image, request.init.pixels) > 20, "or the test shows nothing"
 
@@ -88,7 +87,7 @@ def test_images_are_those_of_diffusers_pipeline(
 @pytest.mark.parametrize("family", ["sd1", "sdxl"])
 def test_an_image_of_no_whole_cells_is_encoded_as_it_is_and_drawn_in_whole_ones(
     family: str,
-    family_engine,
+    draw_family,
     reference,
     request_of,
     pixels: contract.Pixels,
@@ -96,40 +95,31 @@ def test_an_image_of_no_whole_cells_is_encoded_as_it_is_and_drawn_in_whole_ones(
     """SDXL is told the size as it was asked for."""
     wide = np.asarray(Image.fromarray(pixels).resize((79, 69)))
     request = request_of(init={"pixels": wide}, width=79, height=69)
-    (image,) = draw(family_engine(family), request)
+    image = draw_family(family, request)
     assert image.shape == (64, 72, 3)
     assert difference(image, expected(reference(family), request)) <= ROUNDING
 
 
 @pytest.mark.parametrize(
-    ("family", "sampler"),
-    [*(("sd1", each) for each in SAMPLERS), ("sdxl", "dpmpp_2m_karras")],
+    ("family", "sampler", "strength"),
+    [
+        *product(["sd1"], SAMPLERS, [0.6]),
+        *product(["sd1"], ["euler_ancestral", "ddim", "plms"], [0.0, 1.0]),
+        ("sdxl", "dpmpp_2m_karras", 0.6),
+    ],
 )
 def test_images_are_automatic1111s_with_every_sampler(
     family: str,
     sampler: str,
-    family_engine,
-    reference,
-    request_of,
-):
-    request = request_of(sampler=sampler)
-    (image,) = draw(family_engine(family), request)
-    assert difference(image, expected(reference(family), request)) <= ROUNDING
-
-
-@pytest.mark.parametrize("strength", [0.0, 1.0])
-@pytest.mark.parametrize("sampler", ["euler_ancestral", "ddim", "plms"])
-def test_the_least_and_the_most_strength_are_automatic1111s(
     strength: float,
-    sampler: str,
-    family_engine,
+    draw_family,
     reference,
     request_of,
 ):
-    """DDIM and PLMS may have no step to take, and leave some noise."""
+    """At the least and the most strength, DDIM and PLMS may have no step to take."""
     request = request_of(strength, sampler=sampler)
-    (image,) = draw(family_engine("sd1"), request)
-    assert difference(image, expected(reference("sd1"), request)) <= ROUNDING
+    image = draw_family(family, request)
+    assert difference(image, expected(reference(family), request)) <= ROUNDING
 
 
 @pytest.mark.parametrize(
@@ -148,7 +138,7 @@ def test_inpainting_is_automatic1111s(
     family: str,
     sampler: str,
     content: str,
-    family_engine,
+    draw_family,
     reference,
     request_of,
     mask,
@@ -156,10 +146,10 @@ def test_inpainting_is_automatic1111s(
     given = {"mask": mask, "masked_content": content}
     request = request_of(init=given, sampler=sampler, fill_seed=31)
     own = reference(family)
-    (image,) = draw(family_engine(family), request)
+    image = draw_family(family, request)
     theirs = expected(own, request, own.keep(request.init, 31))
     assert difference(image, theirs) <= ROUNDING
-    (unmasked,) = draw(family_engine(family), request_of(sampler=sampler))
+    unmasked = draw_family(family, request_of(sampler=sampler))
     assert difference(image, unmasked) > 20, "or the test shows nothing"
 
 

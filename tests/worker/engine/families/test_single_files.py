@@ -22,6 +22,8 @@ pytestmark = pytest.mark.slow
 
 Weights = dict[str, torch.Tensor]
 
+Files = Mapping[str, Path]
+
 _OPEN_CLIP = {
     "embeddings.token_embedding.weight": "token_embedding.weight",
     "embeddings.position_embedding.weight": "positional_embedding",
@@ -115,7 +117,7 @@ def norm_name(path: str, names: Mapping[str, str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def files(family_folder, family_checkpoint, tmp_path_factory) -> Mapping[str, Path]:
+def files(family_folder, family_checkpoint, tmp_path_factory) -> Files:
     folder = tmp_path_factory.mktemp("files")
     paths = {name: folder / f"{name}.safetensors" for name in ("sd2", "sdxl")}
     second = family_folder("sd2")
@@ -135,7 +137,7 @@ def files(family_folder, family_checkpoint, tmp_path_factory) -> Mapping[str, Pa
 
 @pytest.mark.parametrize("family", ["sd2", "sdxl"])
 def test_a_single_file_is_the_folders_checkpoint(
-    family: str, files: Mapping[str, Path], family_folder, family_checkpoint
+    family: str, files: Files, family_folder, family_checkpoint
 ):
     folder = family_checkpoint(family)
     file = family_checkpoint(family, path=files[family], config=family_folder(family))
@@ -212,7 +214,7 @@ def config(family_folder, tmp_path) -> Any:
 
 
 def test_a_file_says_that_it_predicts_v_and_ends_in_pure_noise(
-    files: Mapping[str, Path], config, family_checkpoint, tmp_path
+    files: Files, config, family_checkpoint, tmp_path
 ):
     settings = {"config": config("sdxl")}
     plain = family_checkpoint("sdxl", path=files["sdxl"], **settings)
@@ -226,7 +228,7 @@ def test_a_file_says_that_it_predicts_v_and_ends_in_pure_noise(
 
 
 def test_a_files_own_mark_goes_before_the_scheduler_of_the_folder_around_it(
-    files: Mapping[str, Path],
+    files: Files,
     family_folder,
     family_checkpoint,
     tmp_path,
@@ -252,7 +254,7 @@ def test_a_folder_says_the_same_in_its_schedulers_configuration(tmp_path):
 
 
 def test_what_an_unmarked_sd2_predicts_shows_in_its_answer(
-    files: Mapping[str, Path], config, family_checkpoint, tmp_path
+    files: Files, config, family_checkpoint, tmp_path
 ):
     settings = {"config": config("sd2")}
     assert (
@@ -279,7 +281,7 @@ def test_what_an_unmarked_sd2_predicts_shows_in_its_answer(
 def test_a_file_that_lacks_a_part_is_refused(
     lost: str,
     reason: str,
-    files: Mapping[str, Path],
+    files: Files,
     family_folder,
     family_checkpoint,
     tmp_path,
@@ -296,7 +298,7 @@ def test_a_file_that_lacks_a_part_is_refused(
 def test_a_unet_with_another_familys_text_encoders_is_refused(
     family_folder,
     family_checkpoint,
-    files: Mapping[str, Path],
+    files: Files,
     tmp_path,
 ):
     weights = {

@@ -73,7 +73,7 @@ def test_what_would_be_merged_is_refused(engine, request_of, tmp_path):
         engine.prepare(request_of(loras=(whole,)))
 
 
-def test_rounding_is_half_of_a_step_of_each_output(klein):
+def test_rounding_is_half_of_a_step_of_each_output():
     layer = torch.nn.Linear(64, 8, bias=False)
     exact = layer.weight.detach().clone()
     exact[3] *= 100

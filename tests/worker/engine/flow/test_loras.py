@@ -91,6 +91,15 @@ def change_all(
     return made, dense
 
 
+#: Before diffusers' names.
+PREFIXES = {
+    "diffusers": "transformer.",
+    "bare": "",
+    "base_model": "base_model.model.",
+    "cut off": "diffusion_model.",
+}
+
+
 def in_format(kind: str, made: Mapping[str, tuple[Any, Any]], layers: Any) -> Tensors:
     """A file's tensors in a format's names; alpha is half of the rank where one is written."""
     names = adapted(layers)
@@ -98,26 +107,21 @@ def in_format(kind: str, made: Mapping[str, tuple[Any, Any]], layers: Any) -> Te
     for name, (up, down) in made.items():
         paths = names[name]
         parts = up.chunk(len(paths))
-        if kind in {"diffusers", "bare", "base_model"}:
-            prefix = {"diffusers": "transformer.", "bare": ""}.get(
-                kind, "base_model.model."
-            )
+        if kind in PREFIXES:
             for path, part in zip(paths, parts, strict=True):
-                tensors[f"{prefix}{path}.lora_A.weight"] = down.clone()
-                tensors[f"{prefix}{path}.lora_B.weight"] = part.clone()
+                key = f"{PREFIXES[kind]}{path}"
+                if kind == "cut off":  # the first of diffusers' names, by its export
+                    key = key.replace(".transf", ".sf")
+                tensors[f"{key}.lora_A.weight"] = down.clone()
+                tensors[f"{key}.lora_B.weight"] = part.clone()
         elif kind == "ai-toolkit":
             tensors[f"diffusion_model.{name}.lora_A.weight"] = down
             tensors[f"diffusion_model.{name}.lora_B.weight"] = up
-        elif kind == "kohya":
+        else:  # kohya
             key = f"lora_unet_{name.replace('.', '_')}"
             tensors[f"{key}.lora_down.weight"] = down * 2
             tensors[f"{key}.lora_up.weight"] = up
             tensors[f"{key}.alpha"] = torch.tensor(len(down) / 2)
-        else:  # by its export, with diffusers' names below ComfyUI's prefix, the first cut off
-            for path, part in zip(paths, parts, strict=True):
-                cut = path.removeprefix("tran") if path.startswith("transf") else path
-                tensors[f"diffusion_model.{cut}.lora_A.weight"] = down.clone()
-                tensors[f"diffusion_model.{cut}.lora_B.weight"] = part.clone()
     return tensors
 
 

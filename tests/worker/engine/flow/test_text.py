@@ -20,12 +20,16 @@ pytestmark = pytest.mark.slow
 PROMPTS = ["A red house", "a red house", "", "two dogs " * 40]
 
 
+def place(folder: Path, *, may_stay: bool) -> text.ChatEncoder:
+    device = torch.device("cpu")
+    made = text.ChatEncoder(folder, KLEIN.text, device, torch.float32)
+    made.place(may_stay=may_stay)
+    return made
+
+
 @pytest.fixture
 def encoder(klein) -> text.ChatEncoder:
-    device = torch.device("cpu")
-    made = text.ChatEncoder(klein(), KLEIN.text, device, torch.float32)
-    made.place(may_stay=True)
-    return made
+    return place(klein(), may_stay=True)
 
 
 @pytest.fixture
@@ -52,9 +56,7 @@ def test_states_are_those_of_diffusers_alone_and_in_company(
 def test_an_encoder_whose_layers_come_and_go_says_the_same(
     encoder: text.ChatEncoder, klein
 ):
-    device = torch.device("cpu")
-    streamed = text.ChatEncoder(klein(), KLEIN.text, device, torch.float32)
-    streamed.place(may_stay=False)
+    streamed = place(klein(), may_stay=False)
     assert torch.equal(streamed.encode(PROMPTS), encoder.encode(PROMPTS))
     assert torch.equal(streamed.encode(PROMPTS), encoder.encode(PROMPTS))
 
@@ -62,9 +64,7 @@ def test_an_encoder_whose_layers_come_and_go_says_the_same(
 def test_a_layer_of_the_encoder_leaves_the_gpu_even_if_it_fails(klein, monkeypatch):
     moved = []
     monkeypatch.setattr(text, "_enter", lambda held, *_: moved.append(id(held)))
-    device = torch.device("cpu")
-    streamed = text.ChatEncoder(klein(), KLEIN.text, device, torch.float32)
-    streamed.place(may_stay=False)
+    streamed = place(klein(), may_stay=False)
     streamed._encoder.layers[1].mlp = None
     with pytest.raises(TypeError):
         streamed.encode(PROMPTS)

@@ -7,11 +7,9 @@ import pytest
 from PIL import Image
 
 import imagefleet
-from browsing import visible
 from imagefleet.pricing import families
-from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
-from messages import message
+from messages import failed_jobs, message
 from worker.engine import load
 from worker.engine.device import Precision
 from worker.engine.slots import memory
@@ -43,10 +41,7 @@ async def test_a_job_without_settings_is_drawn_and_told_as_klein_wants_it(
     assert usual.startswith("a (red:1.3) house\n")
     assert "Steps: 4, Sampler: Euler, Schedule type: Automatic, CFG scale: 1," in usual
     assert "Steps: 6, Sampler: Euler," in said
-    found = [
-        dead_letter.FailedJob.parse(each.body) async for each in visible(storage.poison)
-    ]
-    reasons = {each.id: each.reason for each in found if each is not None}
+    reasons = {each.id: each.reason for each in await failed_jobs(storage)}
     assert reasons.keys() == {"other", "guided", "joined"}
     assert "FLUX.2-klein, which takes Euler with Automatic" in reasons["other"]
     assert (

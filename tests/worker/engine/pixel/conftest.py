@@ -13,8 +13,6 @@ import torch
 from diffusers import IFPipeline, IFSuperResolutionPipeline
 from PIL import Image
 
-from browsing import visible
-from imagefleet.storage import dead_letter
 from imagefleet.storage.open import Storage
 from pixel import tiny_cascade
 from worker.engine import contract
@@ -25,8 +23,6 @@ from worker.engine.slots.engine import SlotEngine
 
 PROMPT = "A red house"
 NEGATIVE = "blurry"
-
-Images = dict[int, torch.Tensor]
 
 
 @pytest.fixture(scope="session")
@@ -70,20 +66,6 @@ def stored(storage: Storage) -> Callable[[str], Awaitable[tuple[contract.Pixels,
         data = await storage.blobs.read(f"default/{name}.png", max_bytes=2**20)
         with Image.open(BytesIO(data)) as image:
             return np.asarray(image.convert("RGB")), image.info["parameters"]
-
-    return read
-
-
-@pytest.fixture
-def failures(storage: Storage) -> Callable[[], Awaitable[dict[str, str]]]:
-    """The reasons of the jobs that failed, by the jobs' ids."""
-
-    async def read() -> dict[str, str]:
-        found = [
-            dead_letter.FailedJob.parse(each.body)
-            async for each in visible(storage.poison)
-        ]
-        return {each.id: each.reason for each in found if each is not None}
 
     return read
 

@@ -19,6 +19,16 @@ NAME = tiny_cascade.ENCODER
 WIDTH = 32
 
 
+def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """As if it were not installed."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        text_stage.importlib.util,
+        "find_spec",
+        lambda name: None if name == package else find(name),
+    )
+
+
 def write(folder: Path, prompt: str, encoder: str, states: torch.Tensor) -> Path:
     path = folder / f"{text_states.stem(prompt, encoder)}.safetensors"
     path.write_bytes(text_states.content(prompt, encoder, states))
@@ -57,12 +67,7 @@ def test_a_caption_is_cleaned_of_what_a_page_has_around_it():
 def test_an_encoder_that_was_trained_with_plain_captions_reads_them_as_they_are(
     stage, tmp_path, pipeline, make_engine, monkeypatch
 ):
-    find = text_stage.importlib.util.find_spec
-    monkeypatch.setattr(
-        text_stage.importlib.util,
-        "find_spec",
-        lambda name: None if name == "bs4" else find(name),
-    )
+    hide(monkeypatch, "bs4")
     shutil.copytree(stage("base"), tmp_path, dirs_exist_ok=True)
     path = tmp_path / "text_encoder" / "config.json"
     path.write_text(
@@ -78,12 +83,7 @@ def test_an_encoder_that_was_trained_with_plain_captions_reads_them_as_they_are(
 def test_without_what_cleans_prompts_no_encoder_is_loaded(
     stage, without_encoder: Path, make_engine, monkeypatch
 ):
-    find = text_stage.importlib.util.find_spec
-    monkeypatch.setattr(
-        text_stage.importlib.util,
-        "find_spec",
-        lambda name: None if name == "bs4" else find(name),
-    )
+    hide(monkeypatch, "bs4")
     with pytest.raises(errors.SetupError, match=r"is not installed.*\[t5\]"):
         encoders.name_of(stage("base"))
     with pytest.raises(errors.SetupError, match="is not installed"):
@@ -166,12 +166,7 @@ def test_an_encoder_without_a_name_is_deepfloyds(tmp_path):
 def test_a_tokenizer_that_another_library_has_to_convert_is_refused_by_name(
     stage, tmp_path, monkeypatch
 ):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        text_stage.importlib.util,
-        "find_spec",
-        lambda name: None if name == "sentencepiece" else found(name),
-    )
+    hide(monkeypatch, "sentencepiece")
     shutil.copytree(stage("base"), tmp_path, dirs_exist_ok=True)
     (tmp_path / "tokenizer" / "tokenizer.json").rename(
         tmp_path / "tokenizer" / "spiece.model"

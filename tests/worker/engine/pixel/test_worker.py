@@ -13,7 +13,7 @@ from imagefleet.files.kinds import TEXT
 from imagefleet.job.message import read_job
 from imagefleet.signing import JobSigner, SigningKey
 from imagefleet.storage.open import Storage
-from messages import message
+from messages import failed_jobs, message
 from pixel import tiny_cascade
 from worker.engine.pixel import text_stage, text_states
 from worker.files import manifest
@@ -124,7 +124,6 @@ async def test_a_job_whose_text_states_are_missing_fails_with_the_command_that_m
     cascade: Folders,
     small_cascade: Folders,
     made: Path,
-    failures,
 ):
     await store_states(storage, cascade["base"], made, "a red house", "")
     jobs = {
@@ -140,7 +139,7 @@ async def test_a_job_whose_text_states_are_missing_fails_with_the_command_that_m
     prepare = engine.prepare
     engine.prepare = lambda request: (on_engine.append(request), prepare(request))[1]
     await run_pipeline(engine)
-    reasons = await failures()
+    reasons = {each.id: each.reason for each in await failed_jobs(storage)}
     assert reasons.keys() == {"lost", "half"}
     assert (
         "the text states of the prompt by 'tiny-t5' are not in the storage"
@@ -165,7 +164,6 @@ async def test_with_a_trusted_key_only_listed_text_states_are_used(
     small_cascade: Folders,
     made: Path,
     tmp_path,
-    failures,
 ):
     key = SigningKey.create(tmp_path / "key.pem")
     await store_states(
@@ -186,6 +184,7 @@ async def test_with_a_trusted_key_only_listed_text_states_are_used(
     await run_pipeline(
         make_engine(folder=small_cascade["base"]), trusted_key=key.public
     )
-    ((job_id, reason),) = (await failures()).items()
-    assert (job_id, "which is signed, does not list" in reason) == ("unlisted", True)
+    (failed,) = await failed_jobs(storage)
+    assert failed.id == "unlisted"
+    assert "which is signed, does not list" in failed.reason
     assert await storage.blobs.read("default/good.png") is not None

@@ -10,6 +10,10 @@ pytestmark = pytest.mark.slow
 GIB = 2**30
 
 
+def set_free(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda _: int(free * GIB))
+
+
 def find(
     monkeypatch: pytest.MonkeyPatch,
     free: float,
@@ -23,7 +27,7 @@ def find(
     """What fits *free* GiB beside SD1.5."""
     peaks = {"tick": 0.25 * GIB, "decode": 0.8 * GIB}
     monkeypatch.setattr(memory, "_peak_bytes", lambda _, work: peaks[work()])
-    monkeypatch.setattr(memory, "free_bytes", lambda _: int(free * GIB))
+    set_free(monkeypatch, free)
     return memory.fit(
         torch.device("cpu"),
         int(0.48 * GIB),
@@ -93,7 +97,7 @@ def test_slots_leave_room_for_the_tensors_and_graphs_of_sizes_that_come_later(
     monkeypatch.setattr(memory, "_peak_bytes", lambda _, work: int(work() * GIB))
 
     def fit(free: float, decode: float = WHOLE) -> memory.Fit:
-        monkeypatch.setattr(memory, "free_bytes", lambda _: int(free * GIB))
+        set_free(monkeypatch, free)
         return memory.fit(
             torch.device("cpu"),
             int((COPY + CONTEXT) * GIB),
@@ -127,7 +131,7 @@ def choose(
     device: str = "cuda:0",
 ) -> memory.SlotWeights:
     """How SDXL's slots hold LoRAs beside the model, with *free* GiB."""
-    monkeypatch.setattr(memory, "free_bytes", lambda _: int(free * GIB))
+    set_free(monkeypatch, free)
     monkeypatch.setattr(host, "free_memory_bytes", lambda: int(host_gib * GIB))
     return memory.choose_weights(torch.device(device), int(3.48 * GIB))
 
@@ -148,7 +152,7 @@ def test_copies_of_merged_layers_are_on_the_gpu_only_where_slots_leave_room_for_
     monkeypatch, free: float, have_none: bool
 ):
     """A campaign's jobs may all have one LoRA, which is then merged for all of them."""
-    monkeypatch.setattr(memory, "free_bytes", lambda _: int(free * GIB))
+    set_free(monkeypatch, free)
     gpu = torch.device("cuda", 0)
     assert memory.has_no_room_for_originals(gpu, int(3.48 * GIB)) == have_none
     assert not memory.has_no_room_for_originals(torch.device("cpu"), int(3.48 * GIB))
@@ -191,7 +195,7 @@ def test_on_8_gb_sdxl_encodes_prompts_on_the_cpu_copies_layers_and_decodes_in_st
     text = int(1.53 * GIB)
     gpu = torch.device("cuda", 0)
     for free, has_none in ((7.4, True), (11.1, False)):
-        monkeypatch.setattr(memory, "free_bytes", lambda _, free=free: int(free * GIB))
+        set_free(monkeypatch, free)
         assert memory.has_no_room_for_text(gpu, text, model) == has_none
     assert choose(monkeypatch, 2.2) == "reloaded"
     monkeypatch.setattr(memory, "_peak_bytes", lambda _, work: int(work() * GIB))

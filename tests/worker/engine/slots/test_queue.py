@@ -1,6 +1,8 @@
 import dataclasses
 from typing import Any
 
+import pytest
+
 from worker.engine.slots import queue as slot_queue
 from worker.engine.slots.lane import Lane
 
@@ -33,14 +35,12 @@ def test_jobs_are_taken_in_order():
     assert waiting.take() is None
 
 
-def test_a_job_is_overtaken_at_most_max_overtakes_times():
-    waiting = queue((), *[ONE] * 4, max_overtakes=2)
-    assert tickets(waiting, ONE) == [1, 2, 0, 3, 4], "after two, the older one is next"
-
-
-def test_a_job_at_its_limit_blocks_younger_jobs():
-    waiting = queue((), ONE, ONE, max_overtakes=0)
-    assert tickets(waiting, ONE) == [0, 1, 2]
+@pytest.mark.parametrize(
+    ("most", "taken"), [(2, [1, 2, 0, 3, 4]), (0, [0, 1, 2, 3, 4])]
+)
+def test_a_job_is_overtaken_at_most_max_overtakes_times(most: int, taken: list[int]):
+    waiting = queue((), *[ONE] * 4, max_overtakes=most)
+    assert tickets(waiting, ONE) == taken
 
 
 def test_the_cheaper_weight_mode_is_chosen():
