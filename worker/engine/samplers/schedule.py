@@ -249,9 +249,11 @@ class Levels:
         """The timestep of a sigma, whose logarithm is interpolated."""
         logs = self.sigmas.log()
         if self.is_quantized:
-            # In its precision: a sigma may lie in the middle of two, whose distances are equal.
             own = torch.tensor(sigma, dtype=logs.dtype).log()
-            return float(self.timesteps[(own - logs).abs().argmin()])
+            distances = (own - logs).abs()
+            # In the middle of two, the lower one: rounding differs between processors.
+            lowest, *_ = (distances < distances.min() + 1e-5).nonzero()
+            return float(self.timesteps[lowest])
         exact = logs.double().numpy()
         return float(np.interp(math.log(sigma), exact, self.timesteps.numpy()))
 
