@@ -114,7 +114,7 @@ async def own_times(
     times: dict[WorkerKey, _Times] = {}
 
     def add(record: Record) -> bool:
-        """Adds a record to its process's times; False if it is of none of *processes*."""
+        """Adds a record to its process's times; False if none of *processes* has drawn for it."""
         key = worker_key(record)
         is_drawn = record.outcome in {"completed", "dropped"}
         if key not in processes or not is_drawn or not is_proven(record):

@@ -235,6 +235,7 @@ async def read_records(
             records.dropped += 1
             # A near-duplicate is stored, and counts beside those of its job that are not.
             records.images_dropped += len(ended.dropped) + bool(ended.phash)
+            # Workers prove images alone: where they do, an end has no proof, and is not damaged.
             if ended.worker != UNKNOWN_WORKER and records.is_proven(ended):
                 records.add_time(ended)
         else:

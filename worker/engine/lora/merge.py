@@ -385,13 +385,15 @@ class PackedLoras:
         """
         if _failed.is_set() or not builds_programs(device):
             return
+        needed = {group: self._variant(group) for group in self._groups}
+        if _built.issuperset(needed.values()):
+            return
         flat = torch.empty(self.size_bytes, dtype=torch.uint8, device="meta")
         for group, change in self.of(flat).stacked.items():
-            _, *sides = group
-            variants = [each.variant for each in self._stacks.get(group, ())]
-            known = self.dtype, sides[-1] == 1, *variants
+            known = needed[group]
             with _building[known]:
                 if known not in _built and change.is_of_matrices:
+                    _, *sides = group
                     shape = (_MANY_LAYERS, *sides)
                     weights = torch.empty(shape, dtype=self.dtype, device="meta")
                     try:
@@ -405,10 +407,20 @@ class PackedLoras:
                         )
                 _built.add(known)
 
+    @property
+    def _groups(self) -> Iterable[Group]:
+        """Those whose weights it changes, in the order of their merging."""
+        return dict.fromkeys([*self._low_rank, *self._stacks])
+
+    def _variant(self, group: Group) -> object:
+        """What the programs that merge a group's changes depend on."""
+        stacks = self._stacks.get(group, ())
+        return self.dtype, group[-1] == 1, *(each.variant for each in stacks)
+
     def of(self, flat: Tensor) -> LoraChanges:
         """Views of *flat*, a copy on any device."""
         stacked = {}
-        for group in dict.fromkeys([*self._low_rank, *self._stacks]):
+        for group in self._groups:
             plain = self._low_rank.get(group)
             stacked[group] = StackedChange(
                 plain.of(flat) if plain else None,
