@@ -94,9 +94,11 @@ async def failures(storage: Storage) -> dict[str, FailedJob]:
 
 
 async def failed_jobs(storage: Storage) -> list[FailedJob]:
-    """The jobs in the poison queue."""
+    """The jobs in the poison queue, in which there is nothing else."""
     found = [FailedJob.parse(each.body) async for each in visible(storage.poison)]
-    return [job for job in found if job is not None]
+    jobs = [job for job in found if job is not None]
+    assert len(jobs) == len(found)
+    return jobs
 
 
 def draw_unless_broken(request: contract.ImageRequest) -> contract.Pixels:

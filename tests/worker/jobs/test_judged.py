@@ -200,6 +200,21 @@ async def test_a_bundle_stores_what_passes_and_ends_the_others_in_its_pack(
     assert await counted(storage) == (4, 4, 4)
 
 
+async def test_one_image_that_cannot_be_drawn_retries_the_whole_choice(
+    storage: Storage, run_pipeline
+):
+    left = [errors.TransientError("out of memory")]
+
+    def draw_or_fail(request: contract.ImageRequest) -> contract.Pixels:
+        if request.seed == 6 and left:
+            raise left.pop()
+        return draw(request)
+
+    pipeline = await run_pipeline(StandInEngine(draw=draw_or_fail), sent=[best(3)])
+    assert pipeline.metrics.outcomes == {"retried": 1, "completed": 1}
+    assert [seed for seed, _ in (await kept(storage)).values()] == [1, 3, 5]
+
+
 @pytest.mark.parametrize("failing", [None, 6])
 async def test_what_is_drawn_for_a_choice_and_not_stored_is_counted_as_wasted(
     storage: Storage, run_pipeline, monkeypatch, failing: int | None

@@ -17,6 +17,7 @@ import torch
 from diffusers import (
     AutoencoderKL,
     DDIMScheduler,
+    EulerAncestralDiscreteScheduler,
     StableDiffusionUpscalePipeline,
     UNet2DConditionModel,
 )
@@ -173,12 +174,17 @@ def test_the_noise_has_the_level_that_the_unet_is_told(level: int, engine, euler
 
 def test_a_lora_changes_the_image_as_in_diffusers(
     engine,
-    eulers,
+    folder: Path,
+    pipeline,
     lora: contract.Lora,
 ):
     """Those of the layers that attend to the prompt in the place of the image as well."""
     request = request_of(loras=(lora,))
-    made = eulers.__wrapped__("euler_ancestral")  # not the one that other tests share
+    spaced = {"timestep_spacing": "linspace"}
+    scheduler = EulerAncestralDiscreteScheduler.from_pretrained(
+        folder / "scheduler", **spaced
+    )
+    made = pipeline(scheduler)
     made.load_lora_weights(lora.path.parent, weight_name=lora.path.name)
     theirs = draw_upscaled(made, request)
     image, plain = draw(engine, request, request_of())
