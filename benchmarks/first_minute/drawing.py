@@ -12,7 +12,7 @@ from typing import Any
 from evaluation.bench import jobs as bench_jobs
 from evaluation.bench import machine, work
 from families import measure as families
-from first_minute import bag
+from first_minute import bag, trace
 from first_minute.engine_rows import EngineRow
 from rows.groups import Figures
 from rows.process import limit_memory
@@ -225,6 +225,8 @@ def measure(
         hardware=machine.hardware(device),
         versions=machine.versions(),
     )
+    if arguments.trace:
+        emit(trace=trace.draw(driven, arguments.trace))
     if row.then:
         kind = row.then
         _fill(engine, driven, minute_seconds / 60)
@@ -240,7 +242,9 @@ def _is_measured(row: EngineRow, counted: Counted, scale: float) -> bool:
 
 
 def _fill(engine: SlotEngine, driven: Iterable[object], scale: float) -> None:
-    """Draws on until nothing was compiled for a while."""
+    """Draws on until nothing was compiled for a while, and all that jobs of one size need is."""
+    runner = engine._runner  # noqa: SLF001
+    runner.request(runner.native, in_all_modes=True)
     began_at = quiet_from = time.monotonic()
     for _ in driven:
         now = time.monotonic()

@@ -32,13 +32,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--memory", type=float, help="GB of the card that the GPU stands for"
     )
     parser.add_argument("--before", type=Path, help="a checkout to compare with")
+    parser.add_argument(
+        "--trace",
+        type=float,
+        help="seconds drawn afterwards, to tell what the GPU does in them",
+    )
     parser.add_argument("--tiny", action="store_true", help="a trial with tiny models")
 
 
 def command(row: str, given: argparse.Namespace, **changes: Any) -> list[str]:
     """The command of a row's process, which begins now."""
     told = [sys.executable, str(SCRIPT), row, "--began-at", str(time.monotonic())]
-    for name in ("folder", "device", "slots", "memory", "before"):
+    for name in ("folder", "device", "slots", "memory", "before", "trace"):
         value = changes.get(name, getattr(given, name))
         if value is not None:
             told += [f"--{name}", str(value)]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from evaluation.bench import work
-from first_minute import drawing, measure, packages, processes, row
+from first_minute import drawing, measure, packages, processes, row, trace
 from imagefleet.validation import JSONDict
 from rows.groups import Figures
 
@@ -176,3 +176,32 @@ def test_the_documents_figures_are_those_that_were_written(path: Path):
 
     assert results.keys() >= measure.FIGURES.keys()
     assert measure.table(results) in DOCUMENT.read_text()
+
+
+def test_what_a_gpu_runs_is_told_by_graphs_and_beside_them():
+    def ran(name: str, start: int, microseconds: int, launch: int, stream: int = 7):
+        on = {"correlation": launch, "stream": stream}
+        return {
+            "cat": "kernel",
+            "name": name,
+            "ts": start,
+            "dur": microseconds,
+            "args": on,
+        }
+
+    launches = {1: "cudaGraphLaunch", 2: "cudaLaunchKernel", 3: "cuLaunchKernelEx"}
+    events = [
+        {"cat": "cuda_runtime", "name": name, "args": {"correlation": launch}}
+        for launch, name in launches.items()
+    ]
+    events += [ran("conv", 0, 4000, 1), ran("norm", 5000, 1000, 1)]
+    events += [ran("merge", 5500, 2500, 2), ran("text", 20_000, 2000, 3, stream=9)]
+
+    found = trace.summarise(events)
+
+    assert found["graphs"] == [{"kernels": 2, "launches": 1, "milliseconds": 6.0}]
+    assert found["milliseconds"] == 22
+    assert found["busy_milliseconds"] == 9
+    assert found["other_milliseconds"] == 4.5
+    kernels = [(each["kernel"], each["stream"]) for each in found["others"]]
+    assert kernels == [("merge", 7), ("text", 9)]
