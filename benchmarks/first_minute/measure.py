@@ -10,8 +10,8 @@ has are not measured again, unless with `--again`: the same command, over and ov
 row begins that would take longer than is left of `--seconds`. Shares are ratios of rows of one run,
 which share `--folder`: if that is lost, rows that others are compared with are measured anew, and
 those whose packages they need, unless `--folder` has these from another node. `--memory` limits the
-GPU to GB of a card; `--before` is a checkout of commit 2ad5d2b6. `--trace` tells what the GPU ran in
-so many seconds after an engine's row. `--tiny` tries all on a CPU, with meaningless figures.
+GPU to GB of a card; `--before` is a checkout of commit 2ad5d2b6. `--trace` tells what the GPU runs
+in so many seconds after an engine's row. `--tiny` tries all on a CPU, with meaningless figures.
 """
 
 import argparse
