@@ -190,11 +190,15 @@ class _Model:
         return self.lcm if sampler == "LCM" else self.sigmas
 
     def timestep(self, sampler: str, sigma: float) -> float:
-        """`sigma_to_t`; LCM's is the nearest of its fifty, in float32."""
+        """`sigma_to_t`; LCM's is the nearest of its fifty, the lower one in the middle of two.
+
+        There, rounding decides, which is not the same on each machine.
+        """
         logs = self.levels(sampler).log()
         if sampler == "LCM":
             own = torch.tensor(sigma, dtype=torch.float32).log()
-            return 20 * int((own - logs).abs().argmin()) + 19
+            distances = (own - logs).abs()
+            return 20 * int((distances < distances.min() + 1e-5).nonzero()[0]) + 19
         return float(
             np.interp(math.log(sigma), logs.double().numpy(), np.arange(1000.0))
         )
