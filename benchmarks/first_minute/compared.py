@@ -11,7 +11,7 @@ from rows import groups
 from rows.groups import Figures
 
 #: Slices of each checkout, by turns.
-PAIRS = 4
+PAIRS = 6
 
 #: Seconds of a slice, and of another row of `rows/engine.py`.
 SLICE_SECONDS, TINY_SECONDS = 10.0, 2.0
