@@ -138,15 +138,6 @@ def test_a_file_whose_name_tells_no_kind_is_refused():
         Accelerator.of("detail-tweaker")
 
 
-async def test_a_name_that_is_no_file_of_the_storage_ends_the_worker_and_fails_no_job(
-    storage: Storage, run_pipeline
-):
-    await storage.queue.send([message(id="j")])
-    with pytest.raises(errors.SetupError, match="--accelerator: no LoRA lcm"):
-        await run_pipeline(accelerator="lcm")
-    assert not (await storage.poison.depth()).messages
-
-
 async def test_images_and_records_tell_how_a_job_was_drawn(
     storage: Storage,
     run_pipeline,

@@ -35,12 +35,13 @@ async def test_images_name_it_unless_their_job_names_another(
     assert len({*hashes.values()} - {""}) == 2
 
 
+@pytest.mark.parametrize(("setting", "kind"), [("vae", "VAE"), ("accelerator", "LoRA")])
 async def test_a_name_that_is_no_file_of_the_storage_ends_the_worker_and_fails_no_job(
-    storage: Storage, run_pipeline
+    storage: Storage, run_pipeline, setting: str, kind: str
 ):
     await storage.queue.send([message(id="j")])
-    with pytest.raises(errors.SetupError, match="--vae: no VAE sharp"):
-        await run_pipeline(vae="sharp")
+    with pytest.raises(errors.SetupError, match=f"--{setting}: no {kind} lcm"):
+        await run_pipeline(**{setting: "lcm"})
     assert not (await storage.poison.depth()).messages
 
 

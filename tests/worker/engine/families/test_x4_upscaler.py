@@ -17,7 +17,6 @@ import torch
 from diffusers import (
     AutoencoderKL,
     DDIMScheduler,
-    EulerAncestralDiscreteScheduler,
     StableDiffusionUpscalePipeline,
     UNet2DConditionModel,
 )
@@ -174,17 +173,12 @@ def test_the_noise_has_the_level_that_the_unet_is_told(level: int, engine, euler
 
 def test_a_lora_changes_the_image_as_in_diffusers(
     engine,
-    folder: Path,
-    pipeline,
+    eulers,
     lora: contract.Lora,
 ):
     """Those of the layers that attend to the prompt in the place of the image as well."""
     request = request_of(loras=(lora,))
-    spaced = {"timestep_spacing": "linspace"}
-    scheduler = EulerAncestralDiscreteScheduler.from_pretrained(
-        folder / "scheduler", **spaced
-    )
-    made = pipeline(scheduler)
+    made = eulers.__wrapped__("euler_ancestral")  # not the one that other tests share
     made.load_lora_weights(lora.path.parent, weight_name=lora.path.name)
     theirs = draw_upscaled(made, request)
     image, plain = draw(engine, request, request_of())
