@@ -1,7 +1,6 @@
 """Where a GPU's time goes: what a few seconds of drawing run on it, in graphs and beside them."""
 
 import json
-import math
 import tempfile
 import time
 from collections import defaultdict
@@ -41,10 +40,10 @@ def draw(driven: Iterable[object], seconds: float) -> Figures:
 def summarise(events: Sequence[Event]) -> Figures:
     """The GPU's busy time, and what took longest; graphs of as many kernels are one."""
     launches: dict[int, list[Event]] = defaultdict(list)
-    begun_at, busy, until = math.inf, 0.0, -math.inf
-    on_gpu = (each for each in events if each.get("cat") in _ON_GPU)
-    for each in sorted(on_gpu, key=lambda each: float(each["ts"])):
-        begun_at = min(begun_at, each["ts"])
+    busy = until = 0.0
+    ran = [each for each in events if each.get("cat") in _ON_GPU]
+    ran.sort(key=lambda each: float(each["ts"]))
+    for each in ran:
         busy += max(_end(each) - max(each["ts"], until), 0.0)
         until = max(until, _end(each))
         launches[each["args"]["correlation"]].append(each)
@@ -57,7 +56,7 @@ def summarise(events: Sequence[Event]) -> Figures:
         taken[name].append(_end(kernels[-1]) - first["ts"])
     longest = sorted(taken.items(), key=lambda item: -sum(item[1]))[:_MOST]
     return {
-        "milliseconds": max(until - begun_at, 0.0) / 1000,
+        "milliseconds": (until - ran[0]["ts"]) / 1000 if ran else 0.0,
         "busy_milliseconds": busy / 1000,
         "longest": {
             name: {"launches": len(each), "milliseconds": sum(each) / 1000}
