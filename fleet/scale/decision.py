@@ -103,12 +103,19 @@ def _is_near_budget(goal: Goal, known: Known) -> bool:
 
 
 def _affordable(goal: Goal, known: Known) -> int:
-    """Replicas that the budget allows until the next decision, plus the margin."""
+    """Replicas that the budget allows until the next decision, plus the margin.
+
+    If fewer than run, what the others cost until they have stopped comes off first.
+    """
     left = goal.max_dollars - known.spent_dollars
     if not known.price:
         return known.replicas if left > 0 else 0
     seconds = goal.every_seconds + goal.sample_seconds + MARGIN_SECONDS
-    return max(0, math.floor(left / (known.price * seconds / 3600)))
+    paid_seconds = left / known.price * 3600
+    if paid_seconds < known.running * seconds:
+        paid_seconds -= known.running * STOPPING_SECONDS
+        seconds -= STOPPING_SECONDS
+    return max(0, math.floor(paid_seconds / seconds))
 
 
 def _need(goal: Goal, known: Known) -> tuple[int, str]:

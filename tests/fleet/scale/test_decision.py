@@ -61,7 +61,7 @@ def test_after_the_deadline_the_replicas_only_become_fewer():
     assert decide(goal, replace(late, messages=9_000), is_due=True).replicas == 10
     assert decide(goal, replace(late, replicas=0, running=0), is_due=True).replicas == 0
     # The other limits hold.
-    assert decide(goal, replace(late, spent_dollars=999.9), is_due=True).replicas == 2
+    assert decide(goal, replace(late, spent_dollars=999.8), is_due=True).replicas == 2
     cheap = replace(goal, dollars_per_hour=1.5)
     assert decide(cheap, late, is_due=True).replicas == 50
 
@@ -144,6 +144,13 @@ def on_the_budget(seconds: float) -> Any:
 @on_the_budget(60)
 @on_the_budget(OUTAGE)
 @on_the_budget(90)
+@example(  # What surplus replicas cost until they have stopped passed it by 0.13 %.
+    goal=Goal(max_dollars=52.5, max_replicas=136),
+    price=0.296875,
+    speed=1.0,
+    jobs=10_000_000,
+    samples=[*[(60, 1, False, 1000)] * 11, (OUTAGE, 0, False, 1000), (60, 0, False, 0)],
+)
 def test_the_budget_holds_through_an_hour_in_which_nobody_watches(
     goal: Goal, price: float, speed: float, jobs: int, samples: list[Any]
 ):
