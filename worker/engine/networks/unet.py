@@ -333,13 +333,11 @@ class _Up(_Layers):
     ) -> Tensor:
         for resnet, attend in self.pairs():
             joined = (x, repeat_rows(skips.pop(), len(x)))
-            if call.slots:
-                # Compiled, a sum with changes is in no order yet, and would be joined by channels.
-                pixels = [each.movedim(1, -1) for each in joined]
-                x = torch.cat(pixels, dim=-1).movedim(-1, 1)
-            else:
-                x = torch.cat(joined, dim=1)
-            x = resnet(x, time, call)
+            # Compiled, a sum with slots' changes is in no order yet: images would be joined channel
+            # by channel, and of [rows, height, width, channels] Inductor takes height for these.
+            pixels = [each.flatten(2).transpose(1, 2) for each in joined]
+            both = torch.cat(pixels, dim=-1).transpose(1, 2)
+            x = resnet(both.view(len(x), -1, *x.shape[2:]), time, call)
             if attend is not None:
                 x = attend(x, call)
         for sampler in self.samplers:
