@@ -194,13 +194,13 @@ def group_norm(norm: Module) -> ChannelsLastGroupNorm | None:
 def fold(weight: Tensor) -> Tensor:
     """The four kernels [4 * out, in, 2, 2] for one kernel [out, in, 3, 3]; rounded once.
 
-    In the order of the output pixels: top left, top right, bottom left, bottom right.
+    In the order of the output pixels around a corner where four input pixels meet.
     """
 
     def fold_dim(three: Tensor, dim: int) -> Tensor:
         first, middle, last = three.unbind(dim)
-        before = torch.stack([first, middle + last], dim)
-        return torch.stack([before, torch.stack([first + middle, last], dim)])
+        after = torch.stack([first + middle, last], dim)
+        return torch.stack([after, torch.stack([first, middle + last], dim)])
 
     by_column = fold_dim(weight.float(), 3)
     by_row = fold_dim(by_column, 3)
@@ -241,16 +241,11 @@ def upsample(
     tiles: bool = False,
 ) -> Tensor:
     """The convolution of x [rows, in, height, width] upsampled by two: [rows, out, 2h, 2w]."""
-    # [rows, height + 1, width + 1, 2, 2, out]: the output pixels (a, b) are shifted by a and b.
-    shifted = F.conv2d(_wrapped(x), folded) if tiles else F.conv2d(x, folded, padding=1)
-    shifted = shifted.permute(0, 2, 3, 1)
-    shifted = shifted.reshape(*shifted.shape[:3], 2, 2, -1)
-    height, width = x.shape[2:]
-    down = torch.arange(2 * height, device=x.device)[:, None]
-    right = torch.arange(2 * width, device=x.device)
-    rows = (down + 1) // 2
-    columns = (right + 1) // 2
-    pixels = shifted[:, rows, columns, down % 2, right % 2]
+    corners = F.conv2d(_wrapped(x), folded) if tiles else F.conv2d(x, folded, padding=1)
+    corners = corners.permute(0, 2, 3, 1)
+    # [rows, height + 1, 2, width + 1, 2, out]: the output pixels around each corner.
+    pixels = corners.reshape(*corners.shape[:3], 2, 2, -1).transpose(2, 3)
+    pixels = pixels.flatten(3, 4).flatten(1, 2)[:, 1:-1, 1:-1]
     if bias is not None:
         pixels = pixels + bias
     return pixels.permute(0, 3, 1, 2)
