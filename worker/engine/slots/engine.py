@@ -9,6 +9,7 @@ tracks every slot's step, so a tick reads nothing back from the GPU.
 import functools
 import gc
 import itertools
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -72,8 +73,8 @@ class SlotEngine:
         self._decoder = parts.decoder
         self._device = parts.unet.device
         self._on_gpu = self._device.type == "cuda"
-        # Not on a CPU, where a tick takes longer than staging a job.
-        self._draws_while_staging = self._on_gpu
+        #: Of the engine's own thread, for a job that starts; a guess until a GPU draws.
+        self._start_seconds = 0.001
         self._enlarged: list[Finished] = []
         self._runner = StepRunner(parts, settings.slots or memory.CPU_SLOTS)
         self._weights = weights.Weights(parts, self._runner)
@@ -330,19 +331,26 @@ class SlotEngine:
             if failure := self._stager.try_to_stage(lane.active[slot]):
                 finished.append(failure)
                 del lane.active[slot]
+        began_at = time.perf_counter()
         with self._preparer.paused():
             for slot in started:
                 if slot in lane.active:
                     self._start(lane, step, slot)
             self._weights.load(lane)
+        if started and self._on_gpu:
+            seconds = (time.perf_counter() - began_at) / len(started)
+            # A start that had to wait, as for more memory, says little of the next ones.
+            self._start_seconds = min(seconds, 1.5 * self._start_seconds)
 
     def _fill(self, lane: Lane, *, waits: bool) -> list[int]:
         """Assigns jobs to the free slots; returns these slots.
 
-        No more than have room for their LoRAs, and none that is still being staged once the lane is
-        half full without. They start in the next ticks, and end in other ones from then on, so that
-        LoRAs are staged while the slots draw.
+        No more than have room for their LoRAs, or than start within a tick, during which a GPU does
+        not wait for them; and none that is still being staged once the lane is half full without.
+        They start in the next ticks, and end in other ones from then on, so that LoRAs are staged
+        while the slots draw.
         """
+        tick_seconds = self._runner.costs.seconds(lane.weight_mode)
         free = [slot for slot in range(lane.slots) if slot not in lane.active]
         changing = self._weights.changing_slots(lane)
         started: dict[int, SlotJob] = {}
@@ -354,10 +362,10 @@ class SlotEngine:
                 break
             starting = [*started.values(), job]
             has_room = len(self._stager.first_with_room(starting)) > len(started)
-            may_wait = not waits or (
-                self._draws_while_staging and 2 * ready >= lane.slots
-            )
-            if not has_room or (may_wait and job.is_being_staged):
+            # Not on a CPU, where a tick takes longer than staging a job.
+            may_wait = not waits or (self._on_gpu and 2 * ready >= lane.slots)
+            has_time = len(started) * self._start_seconds <= tick_seconds
+            if not (has_room and has_time) or (may_wait and job.is_being_staged):
                 lane.waiting.insert(0, job)
                 break
             slot = free[0]

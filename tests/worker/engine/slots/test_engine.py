@@ -46,6 +46,16 @@ def test_a_slot_is_refilled_the_tick_after_its_image_is_done(
     assert busy[:-2] == [2] * (len(busy) - 2), "a slot may be empty only at the end"
 
 
+def test_jobs_that_take_longer_to_start_than_a_tick_start_one_by_one(
+    make_slot_engine, monkeypatch
+):
+    engine = make_slot_engine(slots=3)
+    engine._start_seconds = 2 * engine._runner.costs.shared_seconds
+    calls = watch_calls(monkeypatch, engine)
+    draw(engine, *(make_request(steps=3, seed=number) for number in range(4)))
+    assert [len(call.tickets) for call in calls] == [1, 2, 3, 3, 2, 1]
+
+
 def test_a_lora_that_cannot_be_packed_is_merged_and_drawn_without_a_break(
     make_slot_engine,
     engine,

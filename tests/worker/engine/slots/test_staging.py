@@ -41,7 +41,7 @@ def test_a_lane_that_is_half_full_draws_while_the_next_job_is_still_being_staged
     make_slot_engine, second_may_go_on: threading.Event
 ):
     engine = make_slot_engine(slots=2)
-    engine._draws_while_staging = True  # as on a GPU
+    engine._on_gpu = True
     engine.admit(0, engine.prepare(make_request(steps=4)))
     engine.tick()
     engine.admit(1, engine.prepare(make_request(steps=4, seed=1)))
